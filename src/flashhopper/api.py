@@ -1,0 +1,65 @@
+"""The public functions: docstrings, names and defaults, nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashhopper import ops
+from flashhopper.problem import AttentionOptions
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """Exact attention: ``softmax(softmax_scale · q kᵀ + mask) v``, as in FlashAttention-3 (Shah et al. 2024, section 3).
+
+    CUDA tensors run through the Hopper kernels, on torch's current stream and without host synchronisation; CPU tensors
+    through the reference, with the same semantics and errors.
+
+    Args:
+        q: ``(batch, seqlen_q, heads, head_dim)``, bfloat16 or float16 (on the CPU also float32 and float64). Any strides with
+            a contiguous last dimension. A base address or stride that is no multiple of 16 bytes, which TMA cannot load,
+            costs one copy of that tensor.
+        k: ``(batch, seqlen_k, heads_k, head_dim)``; ``heads`` must be a multiple of ``heads_k`` (GQA, MQA).
+        v: ``(batch, seqlen_k, heads_k, head_dim_v)``. Both head dims are multiples of 8 from 8 to 256.
+        softmax_scale: factor on q·k, finite and at least 0; None is ``head_dim ** -0.5``.
+        causal: query i sees keys 0 … i + seqlen_k - seqlen_q (aligned to the bottom right).
+        window_size, attention_chunk, softcap, num_splits, pack_gqa: FA3's names; only the defaults are accepted today
+            (``pack_gqa=False`` too).
+        deterministic: concerns the backward; the forward always is.
+        sm_margin: multiprocessors to leave to other work, at least 0.
+        return_attn_probs: FA3's name for ``return_lse``.
+        return_lse: return ``(out, lse)``.
+
+    Returns:
+        out ``(batch, seqlen_q, heads, head_dim_v)`` in q's dtype; on request also lse ``(batch, heads, seqlen_q)``, float32
+        (float64 for float64 inputs), the natural logarithm of the softmax's denominator. A query row that sees no key gives
+        out 0 and LSE -inf.
+
+    Raises:
+        TypeError: a wrong type or dtype.
+        ValueError: shapes, ranges, devices that do not fit.
+        NotImplementedError: an option that is not there yet; backward on CUDA tensors.
+        RuntimeError: a GPU that is not Hopper, or the CuTe DSL is missing.
+    """
+    options = AttentionOptions(
+        softmax_scale, causal, window_size, attention_chunk, softcap, num_splits, pack_gqa, deterministic, sm_margin
+    )
+    out, lse = ops.attention(q, k, v, options)
+    return (out, lse) if return_lse or return_attn_probs else out

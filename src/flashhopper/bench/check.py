@@ -1,0 +1,91 @@
+"""A sanity check of what is timed: each output against attention in fp32, once per head_dim and mask."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from flashhopper.bench.grid import Cell
+
+CHECK_SEQLEN = 1024
+CHECK_BATCH = 2
+
+
+@dataclass(frozen=True)
+class Check:
+    """The largest absolute error of one implementation; ``ok`` if it is within the numerics contract's bound."""
+
+    cell: str
+    name: str
+    error: float | None
+    tolerance: float
+    reason: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.error is not None and self.error <= self.tolerance
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "ok": self.ok}
+
+
+def random_inputs(cell: Cell, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v of a cell, standard normal, on the generator's device."""
+    shape = (cell.b, cell.s, cell.h, cell.d)
+    dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}[cell.dtype]
+    q, k, v = (torch.randn(shape, generator=generator, device=generator.device, dtype=dtype) for _ in range(3))
+    return q, k, v
+
+
+def check_cell(cell: Cell) -> Cell:
+    """The small shape on which a cell's dtype, head_dim and mask are checked."""
+    return Cell(cell.dtype, cell.d, cell.causal, CHECK_SEQLEN, CHECK_BATCH, cell.h)
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    """Plain attention in the dtype of its inputs, without any blocking."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[3])
+    if causal:
+        hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return (scores.softmax(dim=3) @ v).transpose(1, 2)
+
+
+def tolerance_of(reference: torch.Tensor, plain: torch.Tensor) -> float:
+    """Twice the error of the same mathematics in plain PyTorch, plus twice the rounding of adding and removing 0.3."""
+    rounding = ((reference + 0.3) - 0.3 - reference).abs().max()
+    return 2.0 * float((plain.float() - reference).abs().max()) + 2.0 * float(rounding)
+
+
+def check_outputs(
+    cell: Cell,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    outputs: Mapping[str, Callable[[], torch.Tensor]],
+) -> list[Check]:
+    """Run each of ``outputs`` once on ``inputs``; a call that raises becomes a check with its reason."""
+    q, k, v = inputs
+    reference = attention(q.float(), k.float(), v.float(), cell.causal)
+    tolerance = tolerance_of(reference, attention(q, k, v, cell.causal))
+    checks = []
+    for name, output in outputs.items():
+        try:
+            error = float((output().float() - reference).abs().max())
+        except Exception as problem:  # whatever a peer raises is the result of its check
+            checks.append(Check(str(cell), name, None, tolerance, reason_of(problem)))
+        else:
+            finite = math.isfinite(error)
+            reason = None if finite else "the output is not finite"
+            checks.append(Check(str(cell), name, error if finite else None, tolerance, reason))
+    return checks
+
+
+def reason_of(error: BaseException) -> str:
+    """One line of an exception, short enough for a table."""
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."

@@ -1,0 +1,157 @@
+"""The implementations that the benchmarks run: this package and whichever peers are installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flashhopper.bench.environment import hopper_problem
+from flashhopper.bench.timing import Candidate
+
+Call = Callable[[], object]
+OURS = "ours"
+PEERS = ("fa4", "fa3", "cudnn", "fa2")
+NAMES = (OURS, *PEERS)
+LABELS = {"ours": "FlashHopper", "fa4": "FA4", "fa3": "FA3", "cudnn": "cuDNN", "fa2": "FA2"}
+
+
+class Peer(ABC):
+    """One implementation of exact attention on ``(batch, seqlen, heads, head_dim)`` tensors."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @property
+    def label(self) -> str:
+        return LABELS[self.name]
+
+    @abstractmethod
+    def available(self) -> str | None:
+        """None if it can run here, else the reason why not."""
+
+    @abstractmethod
+    def version(self) -> str | None:
+        """The installed version, None if it is not installed."""
+
+    @abstractmethod
+    def prepare(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Call:
+        """A call without arguments that runs the forward once; everything that is not the forward happens here."""
+
+    def output(self, raw: object) -> torch.Tensor:
+        """The ``(batch, seqlen, heads, head_dim)`` output in what a prepared call returned."""
+        first = raw[0] if isinstance(raw, tuple) else raw
+        if not isinstance(first, torch.Tensor):
+            raise TypeError(f"{self.name} returned {type(first).__name__}, expected a tensor")
+        return first
+
+    def session(self) -> AbstractContextManager[object]:
+        """Entered around runs of prepared calls."""
+        return nullcontext()
+
+    def candidate(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Candidate:
+        return Candidate(self.name, self.prepare(q, k, v, causal), self.session)
+
+
+class PackagePeer(Peer):
+    """A package that exports ``flash_attn_func(q, k, v, causal=...)``; ``modules`` are tried in order."""
+
+    def __init__(self, name: str, modules: Sequence[str], distributions: Sequence[str]) -> None:
+        super().__init__(name)
+        self.modules = tuple(modules)
+        self.distributions = tuple(distributions)
+
+    def _module(self) -> str | None:
+        return next((module for module in self.modules if _is_installed(module)), None)
+
+    def available(self) -> str | None:
+        module = self._module()
+        if module is None:
+            return f"not installed (no module {' or '.join(self.modules)})"
+        problem = hopper_problem()
+        if problem is not None:
+            return problem
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # a peer built for another torch fails in its own way: that is its reason
+            return f"import {module} failed: {type(error).__name__}: {error}"
+        return None
+
+    def version(self) -> str | None:
+        for distribution in self.distributions:
+            try:
+                return importlib.metadata.version(distribution)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        imported = sys.modules.get(self._module() or "")  # a source tree on the path has no metadata
+        return getattr(imported, "__version__", None)
+
+    def prepare(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Call:
+        module = self._module()
+        if module is None:
+            raise ModuleNotFoundError(f"{self.name} is not installed")
+        function: Callable[..., object] = importlib.import_module(module).flash_attn_func
+        return lambda: function(q, k, v, causal=causal)
+
+
+class SdpaPeer(Peer):
+    """``torch.nn.functional.scaled_dot_product_attention`` held to one backend."""
+
+    cudnn: Any = torch.backends.cudnn  # untyped in some versions of torch
+
+    def __init__(self, name: str, backend: SDPBackend) -> None:
+        super().__init__(name)
+        self.backend = backend
+
+    def available(self) -> str | None:
+        problem = hopper_problem()
+        if problem is None and self.backend is SDPBackend.CUDNN_ATTENTION and not self.cudnn.is_available():
+            problem = "this torch was built without cuDNN"
+        return problem
+
+    def version(self) -> str | None:
+        if self.backend is SDPBackend.CUDNN_ATTENTION:
+            version = self.cudnn.version() if self.cudnn.is_available() else None
+            return None if version is None else f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+        return f"torch {torch.__version__}"
+
+    def prepare(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Call:
+        q, k, v = (
+            x.detach().transpose(1, 2).contiguous().requires_grad_(x.requires_grad) for x in (q, k, v)
+        )  # the layout SDPA is documented for: (batch, heads, seqlen, head_dim)
+        attention = torch.nn.functional.scaled_dot_product_attention
+        return lambda: attention(q, k, v, is_causal=causal)
+
+    def output(self, raw: object) -> torch.Tensor:
+        return super().output(raw).transpose(1, 2)
+
+    def session(self) -> AbstractContextManager[object]:
+        context: AbstractContextManager[object] = sdpa_kernel(self.backend)
+        return context
+
+
+def all_peers() -> dict[str, Peer]:
+    """Every implementation, ours first."""
+    peers: list[Peer] = [
+        PackagePeer(OURS, ["flashhopper"], ["flashhopper"]),
+        PackagePeer("fa4", ["flash_attn.cute"], ["flash-attn-4"]),
+        PackagePeer("fa3", ["flash_attn_interface", "fa3_fwd_interface"], ["flash-attn-3", "fa3-fwd"]),
+        SdpaPeer("cudnn", SDPBackend.CUDNN_ATTENTION),
+        SdpaPeer("fa2", SDPBackend.FLASH_ATTENTION),
+    ]
+    return {peer.name: peer for peer in peers}
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the parent package is missing
+        return False

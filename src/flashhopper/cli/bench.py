@@ -1,0 +1,359 @@
+"""``flashhopper bench``: the benchmarks' command line. Heavy imports wait until a command runs."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flashhopper.bench import BenchError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from flashhopper.bench.configs import Variants
+    from flashhopper.bench.forward import Progress
+    from flashhopper.bench.grid import Cell
+    from flashhopper.bench.peers import Peer
+    from flashhopper.bench.results import ForwardResults
+    from flashhopper.bench.variants import VariantResults
+
+RESULTS = Path("benchmarks/results")
+FORWARD_JSON = RESULTS / "forward.json"
+PLOT_PNG = Path("docs/images/forward.png")
+CANNOT_RUN = 2  # exit code: nothing was measured; 1 is a measured failure
+
+Subparsers = Any  # argparse's own type for it is private
+Run = Callable[[argparse.Namespace], int]
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add ``bench`` and its commands; each sets ``run``, which takes the parsed arguments and returns the exit code."""
+    parser = subparsers.add_parser("bench", help="measure this package and its peers on a Hopper GPU")
+    commands = parser.add_subparsers(dest="bench_command", required=True, metavar="COMMAND")
+    _add_forward(commands)
+    _add_launch(commands)
+    _add_ablation(commands)
+    _add_tiles(commands)
+    _add_plot(commands)
+    _add_table(commands)
+
+
+def _command(commands: Subparsers, name: str, run: Run, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    parser.set_defaults(run=_reporting_errors(run))
+    return parser
+
+
+def _reporting_errors(run: Run) -> Run:
+    """Turn what a user can mend into one line and exit code 2."""
+
+    def guarded(args: argparse.Namespace) -> int:
+        try:
+            return run(args)
+        except BenchError as error:
+            message = str(error)
+        except ModuleNotFoundError as error:
+            if error.name != "matplotlib":
+                raise
+            message = "needs matplotlib: pip install 'flashhopper[bench]'"
+        print(f"flashhopper bench {args.bench_command}: {message}", file=sys.stderr)
+        return CANNOT_RUN
+
+    return guarded
+
+
+def _add_grid_arguments(parser: argparse.ArgumentParser, head_dims: str, seqlens: str) -> None:
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--head-dim", type=int, nargs="+", metavar="D", help=f"default: {head_dims}")
+    parser.add_argument("--seqlen", type=_seqlen, nargs="+", metavar="S", help=f"512, 16k, ... (default: {seqlens})")
+    mask = parser.add_mutually_exclusive_group()
+    for name, text in (("full", "no mask"), ("causal", "the causal mask"), ("both", "both (the default)")):
+        mask.add_argument(f"--{name}", dest="mask", action="store_const", const=name, help=text)
+    parser.set_defaults(mask="both")
+
+
+def _add_run_arguments(parser: argparse.ArgumentParser, output: Path | None, peers: str) -> None:
+    parser.add_argument("--peers", nargs="*", metavar="NAME", help=f"of fa4, fa3, cudnn, fa2 (default: {peers})")
+    parser.add_argument("--seed", type=int, help="of the inputs; a fresh one by default, printed either way")
+    parser.add_argument("--output", type=Path, default=output, help=f"the JSON file (default: {output or 'none'})")
+
+
+def _add_budget_arguments(parser: argparse.ArgumentParser, seconds: str, default: float | None) -> None:
+    parser.add_argument("--budget-seconds", type=float, default=default, help=f"for the run (default: {seconds})")
+    parser.add_argument("--seconds-per-cell", type=float, default=6.0, help="at most (default: 6)")
+
+
+def _add_compile_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--compile-only", action="store_true", help="fill the kernel cache and stop; needs no GPU")
+    parser.add_argument("--jobs", type=int, metavar="N", help="processes that compile (default: this machine's cores)")
+
+
+def _add_forward(commands: Subparsers) -> None:
+    parser = _command(commands, "forward", _run_forward, "forward TFLOPS of every installed implementation")
+    _add_grid_arguments(parser, "64 128 256", "512 to 32k in powers of two")
+    _add_run_arguments(parser, FORWARD_JSON, "all that are installed")
+    _add_budget_arguments(parser, "300, with --quick 60", None)
+    parser.add_argument("--quick", action="store_true", help="s = 2k and 16k only, no cold burst, one minute")
+    parser.add_argument("--no-burst", action="store_true", help="leave out the cold-burst figures (75 s)")
+    parser.add_argument(
+        "--against", type=Path, metavar="FILE", help="fail if a ratio to the best peer dropped over 4 %%"
+    )
+
+
+def _add_launch(commands: Subparsers) -> None:
+    parser = _command(commands, "launch", _run_launch, "host time per call, kernels compiled")
+    _add_run_arguments(parser, RESULTS / "launch.json", "all that are installed")
+
+
+def _add_ablation(commands: Subparsers) -> None:
+    text = "the default kernel against itself with one technique switched off"
+    parser = _command(commands, "ablation", _run_ablation, text)
+    _add_grid_arguments(parser, "128 64 256", "16k 2k")
+    _add_run_arguments(parser, RESULTS / "ablation.json", "none")
+    _add_budget_arguments(parser, "600", 600.0)
+    _add_compile_arguments(parser)
+
+
+def _add_tiles(commands: Subparsers) -> None:
+    text = "explicit configurations against the default, for picking rows of TILE_TABLE"
+    parser = _command(commands, "tiles", _run_tiles, text)
+    _add_grid_arguments(parser, "128", "16k 2k")
+    _add_run_arguments(parser, None, "none")
+    _add_budget_arguments(parser, "300", 300.0)
+    _add_compile_arguments(parser)
+    text = "such as '128x128:stages=2,softmax=lazy;128x176'; fields are those of ForwardConfig"
+    parser.add_argument("--configs", required=True, help=text)
+
+
+def _add_plot(commands: Subparsers) -> None:
+    parser = _command(commands, "plot", _run_plot, "a PNG from a result file of bench forward")
+    parser.add_argument("--input", type=Path, default=FORWARD_JSON)
+    parser.add_argument("--output", type=Path, default=PLOT_PNG)
+
+
+def _add_table(commands: Subparsers) -> None:
+    parser = _command(commands, "table", _run_table, "a table from a result file of bench forward")
+    parser.add_argument("--input", type=Path, default=FORWARD_JSON)
+    parser.add_argument("--markdown", action="store_true", help="print markdown instead of a terminal table")
+    parser.add_argument("--every-cell", action="store_true", help="markdown with a line per cell, peers included")
+    text = "put the markdown between FILE's markers <!-- forward-table:start --> and <!-- forward-table:end -->"
+    parser.add_argument("--update", type=Path, metavar="FILE", help=text)
+
+
+def _run_forward(args: argparse.Namespace) -> int:
+    from flashhopper.bench.environment import require_hopper
+    from flashhopper.bench.forward import ForwardOptions, ForwardRun
+    from flashhopper.bench.grid import HEAD_DIMS, QUICK_SEQLENS, SEQLENS
+    from flashhopper.bench.results import compare, read_results, write_json
+    from flashhopper.bench.timing import CudaClock
+
+    require_hopper()
+    earlier = read_results(args.against) if args.against else None
+    options = ForwardOptions(
+        cells=_cells(args, HEAD_DIMS, QUICK_SEQLENS if args.quick else SEQLENS),
+        peers=_peers(args.peers),
+        seed=_seed(args),
+        budget_seconds=args.budget_seconds or (60.0 if args.quick else 300.0),
+        seconds_per_cell=args.seconds_per_cell,
+        burst=not (args.quick or args.no_burst),
+    )
+    with _progress() as (progress, total):
+        run = ForwardRun(options, CudaClock(), progress)
+        total(run.steps())
+        results = run.run()
+    write_json(args.output, results.to_json())
+    _print_forward(results)
+    print(f"wrote {args.output}")
+    code = _print_errors(results.errors)
+    if earlier is not None:
+        verdict = compare(results.rows, earlier.rows)
+        for line in (*verdict.drops, *verdict.problems):
+            print(f"against {args.against}: {line}", file=sys.stderr)
+        outcome = "passed" if verdict.passed else "failed"
+        print(f"against {args.against}: {verdict.compared} cells compared, {outcome}")
+        code = code or int(not verdict.passed)
+    return code
+
+
+def _run_launch(args: argparse.Namespace) -> int:
+    from flashhopper.bench.environment import require_hopper
+    from flashhopper.bench.launch import run_launch
+    from flashhopper.bench.report import launch_table
+    from flashhopper.bench.results import write_json
+    from flashhopper.bench.timing import CudaClock
+
+    require_hopper()
+    results = run_launch(_peers(args.peers), _seed(args), CudaClock())
+    write_json(args.output, results.to_json())
+    _console().print(launch_table(results.rows))
+    _print_skipped(results.skipped)
+    print(f"wrote {args.output}")
+    return _print_errors(results.errors)
+
+
+def _run_ablation(args: argparse.Namespace) -> int:
+    from flashhopper.bench.configs import ablations
+
+    return _run_variants(args, ablations, (128, 64, 256))
+
+
+def _run_tiles(args: argparse.Namespace) -> int:
+    from flashhopper.bench.configs import explicit_variants, parse_configs
+
+    return _run_variants(args, explicit_variants(parse_configs(args.configs)), (128,))
+
+
+def _run_variants(args: argparse.Namespace, variants: Variants, head_dims: tuple[int, ...]) -> int:
+    """Plan, compile what the disk cache lacks in parallel, then run; ``--compile-only`` stops there, without a GPU."""
+    from flashhopper.bench.configs import VariantPlan
+    from flashhopper.bench.environment import count_sms, require_hopper
+    from flashhopper.bench.results import write_json
+    from flashhopper.cli.warmup import warm_specs
+
+    peers = _peers(args.peers or [], ours=False)
+    if not args.compile_only:
+        require_hopper()
+    plan = VariantPlan.of(_cells(args, head_dims, (16384, 2048)), variants, count_sms())
+    _print_skipped(plan.infeasible, "infeasible: ")
+    code = warm_specs(plan.specs, args.jobs)
+    if args.compile_only:
+        return code
+
+    from flashhopper.bench.ablation import VariantOptions, VariantRun
+    from flashhopper.bench.timing import CudaClock
+
+    options = VariantOptions(plan, peers, _seed(args), args.budget_seconds, args.seconds_per_cell)
+    with _progress() as (progress, total):
+        run = VariantRun(options, CudaClock(), progress)
+        total(run.steps())
+        results = run.run()
+    _print_variants(results)
+    if args.output:
+        write_json(args.output, results.to_json())
+        print(f"wrote {args.output}")
+    return _print_errors(results.errors)
+
+
+def _run_plot(args: argparse.Namespace) -> int:
+    from flashhopper.bench.plot import plot_forward
+    from flashhopper.bench.results import read_results
+
+    plot_forward(read_results(args.input), args.output)
+    print(f"wrote {args.output}")
+    return 0
+
+
+def _run_table(args: argparse.Namespace) -> int:
+    from flashhopper.bench.report import markdown_table, update_markers
+    from flashhopper.bench.results import read_results
+
+    results = read_results(args.input)
+    text = markdown_table(results, args.every_cell)
+    if args.update:
+        changed = update_markers(args.update, text)
+        print(f"{args.update} {'updated' if changed else 'is up to date'}")
+    elif args.markdown or args.every_cell:
+        print(text)
+    else:
+        _print_forward(results)
+    return 0
+
+
+def _cells(args: argparse.Namespace, head_dims: tuple[int, ...], seqlens: tuple[int, ...]) -> list[Cell]:
+    from flashhopper.bench.grid import MASKS, grid
+
+    return grid(args.dtype, args.head_dim or head_dims, MASKS[args.mask], args.seqlen or seqlens)
+
+
+def _peers(names: list[str] | None, ours: bool = True) -> list[Peer]:
+    """The implementations to run: ours first, then the peers named, or all of them."""
+    from flashhopper.bench.peers import OURS, PEERS, all_peers
+
+    unknown = sorted(set(names or ()) - set(PEERS) - {OURS})
+    if unknown:
+        raise BenchError(f"--peers names {', '.join(unknown)}; there are {', '.join(PEERS)}")
+    chosen = set(PEERS if names is None else names) | ({OURS} if ours else set())
+    return [peer for name, peer in all_peers().items() if name in chosen]
+
+
+def _seed(args: argparse.Namespace) -> int:
+    seed: int = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
+    print(f"seed {seed}")
+    return seed
+
+
+def _seqlen(text: str) -> int:
+    """``512`` or ``16k``."""
+    digits, factor = (text[:-1], 1024) if text.lower().endswith("k") else (text, 1)
+    if not digits.isdigit() or int(digits) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a sequence length such as 512 or 16k")
+    return int(digits) * factor
+
+
+def _console(stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=140)
+
+
+@contextmanager
+def _progress() -> Iterator[tuple[Progress, Callable[[int], None]]]:
+    """A bar on stderr, and the function that sets how many steps it has."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    from flashhopper.bench.forward import Progress
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Bar(*columns, console=_console(stderr=True)) as bar:
+        task = bar.add_task("starting", total=None)
+        step = Progress(
+            step=lambda text: bar.update(task, advance=1, description=text),
+            say=lambda line: bar.console.print(line, markup=False, highlight=False),
+        )
+        yield step, lambda steps: bar.update(task, total=steps)
+
+
+def _print_forward(results: ForwardResults) -> None:
+    from flashhopper.bench.report import forward_table, summary_lines
+
+    console = _console()
+    machine = results.machine
+    where = f"{machine['device']}, {machine['date']}"
+    console.print(forward_table(results.rows, f"forward TFLOPS, sustained, {where}"))
+    if results.burst:
+        console.print(forward_table(results.burst, "cold burst: the first 10 launches after a pause"))
+    for line in summary_lines(results):
+        console.print(line, markup=False, highlight=False)
+    _print_skipped(results.skipped)
+
+
+def _print_variants(results: VariantResults) -> None:
+    from flashhopper.bench.report import variant_tables
+
+    for table in variant_tables(results):
+        _console().print(table)
+    _print_skipped(results.skipped)
+
+
+def _print_skipped(skipped: list[dict[str, str]], prefix: str = "") -> None:
+    """One line per reason, however many cells it emptied."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for entry in skipped:
+        name = entry.get("implementation") or entry.get("variant", "")
+        places.setdefault((name, entry["reason"]), []).append(entry["where"])
+    for (name, reason), where in places.items():
+        more = f" and {len(where) - 1} more" if len(where) > 1 else ""
+        print(f"{prefix}{name}: {where[0]}{more}: {reason}")
+
+
+def _print_errors(errors: list[str]) -> int:
+    for error in errors:
+        print(f"error: {error}", file=sys.stderr)
+    return int(bool(errors))

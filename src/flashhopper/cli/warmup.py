@@ -1,0 +1,130 @@
+"""``flashhopper warmup``: compile every kernel of the tile table into the disk cache, for sm_90a, on any machine."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from flashhopper.compiler import is_cached, warm_kernel
+from flashhopper.config import ELEMENT_BYTES, KernelSpec
+from flashhopper.disk_cache import DiskCache, cache_dir
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+Worker = Callable[[KernelSpec], object]
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``warmup``."""
+    text = "compile every kernel of the tile table into the disk cache; needs no GPU"
+    parser = subparsers.add_parser("warmup", help=text, description=text)
+    parser.add_argument("--jobs", type=_positive, metavar="N", help="processes (default: the cores of this machine)")
+    parser.add_argument("--dtype", choices=tuple(ELEMENT_BYTES), nargs="+", help="only these types")
+    parser.add_argument(
+        "--head-dim", type=int, nargs="+", metavar="D", help="only the kernels that serve these head dimensions of q, k"
+    )
+    parser.set_defaults(run=run)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def select_specs(
+    specs: Sequence[KernelSpec], dtypes: Sequence[str] | None, head_dims: Sequence[int] | None
+) -> list[KernelSpec]:
+    """The specs asked for. A head dimension that no kernel has is served by the next larger one."""
+    sizes = sorted({spec.head_dim for spec in specs})
+    padded = {min((size for size in sizes if size >= head_dim), default=None) for head_dim in head_dims or ()}
+    return [
+        spec
+        for spec in specs
+        if (dtypes is None or spec.dtype in dtypes) and (head_dims is None or spec.head_dim in padded)
+    ]
+
+
+def compile_all(
+    specs: Sequence[KernelSpec], jobs: int, worker: Worker, on_done: Callable[[KernelSpec, Exception | None], None]
+) -> None:
+    """Run ``worker`` on every spec, in ``jobs`` processes or, for 1, in this one."""
+    if jobs == 1:
+        for spec in specs:
+            try:
+                worker(spec)
+            except Exception as error:
+                on_done(spec, error)
+            else:
+                on_done(spec, None)
+        return
+    context = multiprocessing.get_context("spawn")  # a fork would inherit torch's locks and threads
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        futures: dict[Future[object], KernelSpec] = {pool.submit(worker, spec): spec for spec in specs}
+        for future in as_completed(futures):
+            failure = future.exception()
+            if failure is not None and not isinstance(failure, Exception):
+                raise failure
+            on_done(futures[future], failure)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[tuple[Progress, Callable[[], None]]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("compiling", total=total)
+        yield progress, functools.partial(progress.advance, task)
+
+
+def warm_specs(specs: Sequence[KernelSpec], jobs: int | None, worker: Worker = warm_kernel) -> int:
+    """Compile what is not cached yet, and return the exit code: 1 if a kernel failed."""
+    started = time.perf_counter()
+    missing = [spec for spec in specs if not is_cached(spec)]
+    jobs = min(jobs or len(os.sched_getaffinity(0)), len(missing))
+    failures: list[tuple[KernelSpec, Exception]] = []
+    if missing:
+        with _progress(len(missing)) as (progress, advance):
+
+            def on_done(spec: KernelSpec, error: Exception | None) -> None:
+                if error is not None:
+                    failures.append((spec, error))
+                    message = f"failed: {spec.name}: {type(error).__name__}: {error}"
+                    progress.console.print(message, markup=False, highlight=False, soft_wrap=True)
+                advance()
+
+            compile_all(missing, jobs, worker, on_done)
+    seconds = time.perf_counter() - started
+    counts = f"{len(missing) - len(failures)} compiled, {len(specs) - len(missing)} already there"
+    if failures:
+        counts += f", {len(failures)} failed"
+    print(f"{counts} in {seconds:.1f} s: {cache_dir()}")
+    return 1 if failures else 0
+
+
+def run(args: argparse.Namespace) -> int:
+    from flashhopper.heuristics import all_specs
+
+    specs = select_specs(all_specs(), args.dtype, args.head_dim)
+    if not specs:
+        print("flashhopper warmup: no kernel of the tile table matches", file=sys.stderr)
+        return 1
+    try:
+        if problem := DiskCache(cache_dir()).problem():
+            raise OSError(f"cannot write to the kernel cache: {problem}")
+        return warm_specs(specs, args.jobs)
+    except (OSError, ImportError) as error:
+        print(f"flashhopper warmup: {error}", file=sys.stderr)
+        return 1

@@ -1,0 +1,166 @@
+"""Compile-time facts of one forward kernel: the tile configuration and the specialisation it is built for.
+
+Everything here is plain Python on plain values, so that a wrong configuration is found on any machine, before ptxas or
+the card sees it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+WARPGROUP_THREADS = 128
+ROWS_PER_WARPGROUP = 64  # M of one WGMMA instruction (PTX ISA 9.7.15, wgmma.mma_async)
+REGISTER_FILE = 65536  # 32-bit registers of one Hopper SM
+MAX_REGISTERS_PER_THREAD = 255
+SMEM_BYTES_PER_CTA = 232448  # 227 KiB, the opt-in limit of compute capability 9.0
+
+
+Dtype = Literal["bfloat16", "float16"]
+Scheduler = Literal["single", "static", "dynamic"]
+Softmax = Literal["exact", "lazy"]
+WarpgroupOrder = Literal["free", "stagger", "ping_pong"]
+
+ELEMENT_BYTES: dict[Dtype, int] = {"bfloat16": 2, "float16": 2}
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run on the card; the message says which limit it breaks and by how much."""
+
+
+class RegisterBudget(NamedTuple):
+    """Registers per thread: at kernel entry, and of each role after ``setmaxnreg``."""
+
+    entry: int
+    producer: int
+    consumer: int
+
+
+# Consumer and producer registers by the number of consumer warpgroups. With 2 the producer keeps 40: at 24 the tile
+# scheduler's addresses spilled. Totals equal the registers allocated at entry, the most that setmaxnreg may hand out.
+_ROLE_REGISTERS = {1: (56, 248), 2: (40, 232), 3: (32, 160)}
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """How the forward kernel cuts and orders the work. Each field switches one technique.
+
+    ``tile_m`` × ``tile_n`` is the block of the score matrix one CTA works on: ``tile_m // 64`` consumer warpgroups of 64
+    query rows each, against ``tile_n`` keys.
+    """
+
+    tile_m: int
+    tile_n: int
+    num_stages: int = 2
+    """Stages of the K ring and of the V ring. 1 leaves loads exposed: the ablation without load/compute overlap."""
+    num_q_stages: int = 1
+    """Buffers of Q. With 2 the next tile's Q is loaded while this one is still read."""
+    q_in_registers: bool = False
+    """Keep Q as WGMMA's register operand, which frees its shared memory for the next tile at once."""
+    share_qo_smem: bool = False
+    """Stage O in Q's shared memory (where both do not fit); the next Q then waits for the store to have read it."""
+    scheduler: Scheduler = "dynamic"
+    """``single``: one CTA per tile; ``static``: persistent, strided; ``dynamic``: persistent, atomic tile counter."""
+    softmax: Softmax = "lazy"
+    """``exact``: online softmax; ``lazy``: row maximum of the first blocks kept as reference, tile redone if unsafe."""
+    warpgroup_order: WarpgroupOrder = "stagger"
+    """``ping_pong``: warpgroups take turns in every block; ``stagger``: once per tile; ``free``: never."""
+    overlap_gemm_softmax: bool = True
+    """Issue S of the next block before P·V of this one, so that softmax runs under a GEMM (the paper's 2 stages)."""
+    split_masked_loop: bool = True
+    """Run blocks that no mask cuts through a loop without masking. Off: every block is masked."""
+    reallocate_registers: bool = True
+    """``setmaxnreg``: registers move from the producer to the consumers."""
+    tma_store: bool = True
+    """O leaves through shared memory and TMA. Off: predicated stores from registers."""
+
+    @property
+    def num_consumer_warpgroups(self) -> int:
+        return self.tile_m // ROWS_PER_WARPGROUP
+
+    @property
+    def num_threads(self) -> int:
+        return WARPGROUP_THREADS * (1 + self.num_consumer_warpgroups)
+
+    def registers(self) -> RegisterBudget:
+        """Registers per thread at entry and per role (PTX ISA 9.7.19.5, setmaxnreg)."""
+        entry = min(MAX_REGISTERS_PER_THREAD, REGISTER_FILE // self.num_threads) // 8 * 8
+        if not self.reallocate_registers:
+            return RegisterBudget(entry, entry, entry)
+        return RegisterBudget(entry, *_ROLE_REGISTERS[self.num_consumer_warpgroups])
+
+    def accumulator_registers(self, head_dim: int, head_dim_v: int) -> int:
+        """Registers per consumer thread that S, P, O and, if it is kept there, Q take."""
+        per_thread = ROWS_PER_WARPGROUP / WARPGROUP_THREADS
+        words = self.tile_n * 1.5 + head_dim_v + (head_dim / 2 if self.q_in_registers else 0)
+        return int(words * per_thread)
+
+    def smem_bytes(self, head_dim: int, head_dim_v: int, element_bytes: int = 2) -> int:
+        """Bytes of shared memory of one CTA, computed as ``kernels/smem.py`` lays it out."""
+        q = self.num_q_stages * self.tile_m * head_dim * element_bytes
+        o = self.tile_m * head_dim_v * element_bytes if self.tma_store else 0
+        ring = self.num_stages * self.tile_n * (head_dim + head_dim_v) * element_bytes
+        barriers = 1024  # mbarriers and scheduler mailbox, rounded up to the tiles' alignment
+        return barriers + (max(q, o) if self.share_qo_smem else q + o) + ring
+
+    def check_feasible(self, head_dim: int, head_dim_v: int) -> None:
+        """Raise :class:`ConfigError` unless the kernel fits the card (a wrong register sum hangs it silently)."""
+        groups = self.num_consumer_warpgroups
+        problems = []
+        if self.tile_m % ROWS_PER_WARPGROUP or groups not in _ROLE_REGISTERS:
+            problems.append(f"tile_m={self.tile_m} must be 64, 128 or 192")
+        if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
+            problems.append(f"tile_n={self.tile_n} must be a multiple of 16 from 16 to 256")
+        for name in ("num_stages", "num_q_stages"):
+            if getattr(self, name) < 1:
+                problems.append(f"{name}={getattr(self, name)} must be at least 1")
+        if problems:
+            raise ConfigError(f"{self}: {'; '.join(problems)}")
+        smem = self.smem_bytes(head_dim, head_dim_v)
+        if smem > SMEM_BYTES_PER_CTA:
+            problems.append(f"needs {smem} bytes of shared memory, the card has {SMEM_BYTES_PER_CTA}")
+        budget = self.registers()
+        handed_out = WARPGROUP_THREADS * (budget.producer + groups * budget.consumer)
+        if handed_out > budget.entry * self.num_threads:
+            problems.append(f"setmaxnreg hands out {handed_out} of {budget.entry * self.num_threads} registers")
+        held = self.accumulator_registers(head_dim, head_dim_v)
+        if held > budget.consumer - 16:
+            problems.append(f"S, P, O and Q take {held} of {budget.consumer} registers, at least 16 must be left")
+        if self.q_in_registers and self.share_qo_smem:
+            problems.append("q_in_registers frees Q's buffer for the next tile, share_qo_smem would overwrite it")
+        if self.share_qo_smem and self.num_q_stages > 1:
+            problems.append("share_qo_smem stages O in the only buffer of Q, num_q_stages must be 1")
+        if self.share_qo_smem and not self.tma_store:
+            problems.append("share_qo_smem without tma_store has nothing to share")
+        if self.softmax == "lazy" and not self.split_masked_loop:
+            problems.append("softmax='lazy' runs in the unmasked loop, split_masked_loop=False leaves none")
+        if problems:
+            raise ConfigError(f"{self}: {'; '.join(problems)}")
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """Everything a compiled forward kernel is specialised for, and the key of the kernel cache.
+
+    ``head_dim`` and ``head_dim_v`` are the padded sizes of the tiles: TMA fills what the tensors lack with zeros.
+    """
+
+    dtype: Dtype
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+    config: ForwardConfig = field()
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ELEMENT_BYTES:
+            raise ConfigError(f"dtype={self.dtype!r}: accepted are {', '.join(ELEMENT_BYTES)}")
+        if self.dtype == "float16" and self.config.softmax == "lazy":
+            raise ConfigError("softmax='lazy' lets P grow to 2**30, float16 ends at 65504: use softmax='exact'")
+        self.config.check_feasible(self.head_dim, self.head_dim_v)
+
+    @property
+    def name(self) -> str:
+        """A readable name, one line in logs: ``fwd_bfloat16_d128x128_causal_128x128``."""
+        kind = "causal" if self.causal else "full"
+        tile = f"{self.config.tile_m}x{self.config.tile_n}"
+        return f"fwd_{self.dtype}_d{self.head_dim}x{self.head_dim_v}_{kind}_{tile}"

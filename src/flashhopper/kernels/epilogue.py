@@ -1,0 +1,97 @@
+"""O and LSE out of one consumer warpgroup."""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync
+from cutlass.tensor_utils import LayoutEnum
+
+from flashhopper.config import ROWS_PER_WARPGROUP, WARPGROUP_THREADS
+from flashhopper.kernels import ptx
+from flashhopper.kernels.cta import Cta
+from flashhopper.kernels.mask import ROWS_PER_THREAD, rows_view
+from flashhopper.kernels.smem import NamedBarrier
+
+
+class Output:
+    """Where the results go: O as TMA and as plain tensor ``(b, sq, h, dv)``, its staging tile, LSE ``(b, h, sq)``."""
+
+    def __init__(
+        self, tma_O: cute.CopyAtom, gO: cute.Tensor, sO: cute.Tensor | None, mO: cute.Tensor, mLSE: cute.Tensor
+    ):
+        self.tma_O, self.gO, self.sO, self.mO, self.mLSE = tma_O, gO, sO, mO, mLSE
+
+
+class Epilogue:
+    """Writes the normalised rows of one warpgroup: 64 rows of the tile."""
+
+    def __init__(self, cta: Cta, output: Output, warpgroup: Int32, thread: Int32):
+        """``warpgroup`` counts consumer warpgroups, ``thread`` the threads inside one."""
+        self.cta, self.output, self.warpgroup, self.thread = cta, output, warpgroup, thread
+        self.lane = thread % 32
+        self.barrier = NamedBarrier.EPILOGUE + warpgroup
+        if const_expr(output.sO is not None):
+            self.element = output.sO.element_type
+            major, shape = OperandMajorMode.K, (ROWS_PER_WARPGROUP, cta.spec.head_dim_v)
+            mma = sm90.make_trivial_tiled_mma(self.element, self.element, major, major, Float32, (1, 1, 1), shape)
+            store = sm90.sm90_get_smem_store_op(LayoutEnum.ROW_MAJOR, self.element, Float32)
+            copy = cute.make_tiled_copy_C(store, mma).get_slice(thread)
+            self.store, self.tOsO = store, copy.partition_D(output.sO)
+            self.frag_O = cute.make_rmem_tensor(mma.partition_shape_C(shape), self.element)
+            self.tOrO = copy.retile(self.frag_O)
+            self.copy = copy
+
+    @cute.jit
+    def write_lse(self, rows_lse: cute.Tensor, row: Int32, head: Int32, batch: Int32):
+        """LSE of rows ``row`` and ``row + 8`` of the sequence, by one thread of each row's four."""
+        mLSE = self.output.mLSE
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            if row + 8 * r < self.cta.seqlen_q and self.lane % 4 == 0:
+                mLSE[batch, head, row + 8 * r] = rows_lse[r]
+
+    @cute.jit
+    def write_by_tma(self, acc_O: cute.Tensor, m_block: Int32, head: Int32, batch: Int32):
+        """Registers -> shared memory -> TMA, which drops the rows and columns past the tensor."""
+        flat_O = cute.make_tensor(acc_O.iterator, cute.make_layout(cute.size(acc_O)))
+        for i in cutlass.range_constexpr(cute.size(self.frag_O)):
+            self.frag_O[i] = flat_O[i].to(self.element)
+        # The last store must be complete, not only have read its bytes: a redone tile writes the same addresses.
+        if self.thread < 32:
+            ptx.bulk_store_wait()
+        ptx.named_barrier_wait(self.barrier, WARPGROUP_THREADS)
+        cute.copy(self.copy, self.tOrO, self.tOsO[None, None, None, self.warpgroup])
+        ptx.fence_async_shared()
+        ptx.named_barrier_wait(self.barrier, WARPGROUP_THREADS)
+        if self.thread < 32:
+            gO_tiles = cute.local_tile(
+                self.output.gO[None, None, head, batch], (ROWS_PER_WARPGROUP, self.cta.spec.head_dim_v), (None, 0)
+            )
+            tOsO, tOgO = cpasync.tma_partition(
+                self.output.tma_O,
+                0,
+                cute.make_layout(1),
+                cute.group_modes(self.output.sO, 0, 2),
+                cute.group_modes(gO_tiles, 0, 2),
+            )
+            tile = self.cta.spec.config.num_consumer_warpgroups * m_block + self.warpgroup
+            cute.copy(self.output.tma_O, tOsO[None, self.warpgroup], tOgO[None, tile])
+            ptx.bulk_store_commit()
+
+    @cute.jit
+    def write_from_registers(self, acc_O: cute.Tensor, row: Int32, head: Int32, batch: Int32):
+        """Predicated stores of the elements this thread holds."""
+        mO, rows_O = self.output.mO, rows_view(acc_O)
+        head_dim_v = cute.size(self.output.mO, mode=[3])
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            if row + 8 * r < self.cta.seqlen_q:
+                for c in cutlass.range_constexpr(self.cta.spec.head_dim_v // 4):
+                    column = 8 * (c // 2) + 2 * (self.lane % 4) + c % 2
+                    if column < head_dim_v:
+                        mO[batch, row + 8 * r, head, column] = rows_O[r, c].to(mO.element_type)
+
+    @cute.jit
+    def wait_staging_read(self):
+        """The storing warp: until TMA has read the staging tile."""
+        if self.thread < 32:
+            ptx.bulk_store_wait_read()

@@ -1,0 +1,176 @@
+"""The forward kernel: descriptors and launch on the host, roles dispatched on the device."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+
+from flashhopper.config import ELEMENT_BYTES, ROWS_PER_WARPGROUP, WARPGROUP_THREADS, KernelSpec
+from flashhopper.kernels.cta import Cta
+from flashhopper.kernels.epilogue import Output
+from flashhopper.kernels.load import Producer, TmaOperand
+from flashhopper.kernels.mma import Consumer, Operands
+from flashhopper.kernels.pipeline import WARPS_PER_WARPGROUP, TmaRing
+from flashhopper.kernels.smem import TileLayouts, make_storage
+from flashhopper.kernels.softmax import make_softmax
+from flashhopper.kernels.tile_scheduler import Mailbox, TileGrid, TileScheduler
+
+ELEMENTS = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+WORKSPACE_INTS = 4
+
+
+class ForwardKernel:
+    """Attention forward for one :class:`KernelSpec`."""
+
+    def __init__(self, spec: KernelSpec):
+        self.spec, self.element = spec, ELEMENTS[spec.dtype]
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        workspace: cute.Tensor,
+        softmax_scale_log2: Float32,
+        max_ctas: Int32,
+        stream: Any,
+    ):
+        """q, k, v, o are ``(batch, seqlen, heads, head_dim)``, lse ``(batch, heads, seqlen_q)`` fp32, workspace int32 (4,)."""
+        spec, config = self.spec, self.spec.config
+        layouts = TileLayouts.create(spec, self.element)
+        self.storage = make_storage(spec, layouts, self.element)
+        rows = [1, 3, 2, 0]  # (seqlen, head_dim, heads, batch)
+        gQ, gK, gV, gO = (
+            cute.make_tensor(m.iterator, cute.select(m.layout, mode=modes))
+            for m, modes in ((mQ, rows), (mK, rows), (mV, [3, 1, 2, 0]), (mO, rows))
+        )
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        tma_tensors = tuple(
+            cpasync.make_tiled_tma_atom(op, g, cute.slice_(layout, (None, None, 0)), tile)
+            for op, g, layout, tile in (
+                (load, gQ, layouts.Q, (config.tile_m, spec.head_dim)),
+                (load, gK, layouts.K, (config.tile_n, spec.head_dim)),
+                (load, gV, layouts.V, (spec.head_dim_v, config.tile_n)),
+                (store, gO, layouts.O, (ROWS_PER_WARPGROUP, spec.head_dim_v)),
+            )
+        )
+        kv_row_bytes = ELEMENT_BYTES[spec.dtype] * (spec.head_dim + spec.head_dim_v)
+        shape_Q, shape_K = (gQ.shape[0], gQ.shape[2], gQ.shape[3]), (gK.shape[0], gK.shape[2], gK.shape[3])
+        grid = TileGrid.create(shape_Q, shape_K, kv_row_bytes, config.tile_m, spec.causal)
+        num_ctas = grid.num_tiles if config.scheduler == "single" else cutlass.min(grid.num_tiles, max_ctas)
+        self.kernel(
+            tma_tensors, mO, mLSE, workspace, self.make_mmas(), layouts, softmax_scale_log2, tuple(grid[:4])
+        ).launch(grid=(num_ctas, 1, 1), block=(config.num_threads, 1, 1), min_blocks_per_mp=1, stream=stream)
+
+    def make_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma]:
+        """S = Q Kᵀ (Q from shared memory or registers) and O += P V (P from registers), 64 rows per warpgroup."""
+        config, k_major = self.spec.config, OperandMajorMode.K
+        groups = (config.num_consumer_warpgroups, 1, 1)
+        source_Q = warpgroup.OperandSource.RMEM if config.q_in_registers else warpgroup.OperandSource.SMEM
+        element = self.element
+        shape_S, shape_O = (ROWS_PER_WARPGROUP, config.tile_n), (ROWS_PER_WARPGROUP, self.spec.head_dim_v)
+        return (
+            sm90.make_trivial_tiled_mma(element, element, k_major, k_major, Float32, groups, shape_S, source_Q),
+            sm90.make_trivial_tiled_mma(
+                element,
+                element,
+                k_major,
+                OperandMajorMode.MN,
+                Float32,
+                groups,
+                shape_O,
+                warpgroup.OperandSource.RMEM,
+            ),
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_tensors: tuple,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        workspace: cute.Tensor,
+        mmas: tuple,
+        layouts: TileLayouts,
+        softmax_scale_log2: Float32,
+        grid: tuple,
+    ):
+        spec, config = self.spec, self.spec.config
+        (tma_Q, gQ), (tma_K, gK), (tma_V, gV), (tma_O, gO) = tma_tensors
+        storage = cutlass.memory.SmemAllocator().allocate(self.storage)
+        sQ, sK, sV = (
+            tile.get_tensor(layout.outer, swizzle=layout.inner)
+            for tile, layout in ((storage.sQ, layouts.Q), (storage.sK, layouts.K), (storage.sV, layouts.V))
+        )
+        sO = None
+        if cutlass.const_expr(config.tma_store):
+            tile_O = storage.sQ if config.share_qo_smem else storage.sO
+            sO = tile_O.get_tensor(layouts.O.outer, swizzle=layouts.O.inner)
+
+        row_bytes, row_bytes_v = (ELEMENT_BYTES[spec.dtype] * d for d in (spec.head_dim, spec.head_dim_v))
+        rings = (
+            TmaRing(storage.q_barriers.data_ptr(), config.num_q_stages, config.tile_m * row_bytes),
+            TmaRing(storage.k_barriers.data_ptr(), config.num_stages, config.tile_n * row_bytes),
+            TmaRing(storage.v_barriers.data_ptr(), config.num_stages, config.tile_n * row_bytes_v),
+        )
+        mailbox = Mailbox(storage.mailbox.data_ptr(), storage.done_barriers.data_ptr(), config.num_q_stages)
+        scheduler = TileScheduler(config.scheduler, TileGrid(*grid, spec.causal), mailbox, workspace)
+        cta = Cta(spec, rings, scheduler, (gQ.shape[0], gK.shape[0], gQ.shape[2] // gK.shape[2]))
+        cta.initialise_barriers()
+
+        warpgroup_index = cute.arch.make_warp_uniform(cute.arch.warp_idx() // WARPS_PER_WARPGROUP)
+        registers = config.registers()
+        if warpgroup_index == 0:
+            if cutlass.const_expr(config.reallocate_registers):
+                cute.arch.setmaxregister_decrease(registers.producer)
+            if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
+                operands = (
+                    TmaOperand(tma_Q, gQ, sQ, (config.tile_m, spec.head_dim), along=0),
+                    TmaOperand(tma_K, gK, sK, (config.tile_n, spec.head_dim), along=0),
+                    TmaOperand(tma_V, gV, sV, (spec.head_dim_v, config.tile_n), along=1),
+                )
+                Producer(cta, operands).run()
+        else:
+            if cutlass.const_expr(config.reallocate_registers):
+                cute.arch.setmaxregister_increase(registers.consumer)
+            softmax = make_softmax(config.softmax, softmax_scale_log2)
+            output = Output(tma_O, gO, sO, mO, mLSE)
+            Consumer(cta, Operands(*mmas, sQ, sK, sV), softmax, output, warpgroup_index - 1).run()
+
+
+def compile_forward(spec: KernelSpec, options: str = "--enable-tvm-ffi") -> Any:
+    """Compile the kernel of a spec for the current target; needs neither a tensor nor a GPU.
+
+    The result takes ``(q, k, v, out, lse, workspace, softmax_scale_log2, max_ctas)`` and runs on torch's current stream.
+    """
+    element = ELEMENTS[spec.dtype]
+    batch, seqlen_q, seqlen_k, heads, heads_k = (cute.sym_int() for _ in range(5))
+    per_16_bytes = 16 // ELEMENT_BYTES[spec.dtype]  # TMA: strides are multiples of 16 bytes
+    head_dim, head_dim_v = (cute.sym_int(divisibility=per_16_bytes) for _ in range(2))
+
+    def tensor(seqlen: Any, num_heads: Any, dim: Any) -> Any:
+        strides = tuple(cute.sym_int64(divisibility=per_16_bytes) for _ in range(3))
+        return make_fake_tensor(element, (batch, seqlen, num_heads, dim), (*strides, 1), assumed_align=16)
+
+    lse = make_fake_compact_tensor(Float32, (batch, heads, seqlen_q), stride_order=(2, 1, 0), assumed_align=4)
+    workspace = make_fake_compact_tensor(Int32, (WORKSPACE_INTS,), assumed_align=16)
+    return cute.compile(
+        ForwardKernel(spec),
+        tensor(seqlen_q, heads, head_dim),
+        tensor(seqlen_k, heads_k, head_dim),
+        tensor(seqlen_k, heads_k, head_dim_v),
+        tensor(seqlen_q, heads, head_dim_v),
+        lse,
+        workspace,
+        Float32(1.0),
+        Int32(1),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=options,
+    )

@@ -1,0 +1,45 @@
+"""Element masks on the score accumulators of one warpgroup."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from flashhopper.kernels.values import minimum
+
+ROWS_PER_THREAD = 2  # rows lane / 4 and lane / 4 + 8 of a warp's 16 (PTX ISA 9.7.15.5.1, accumulator of wgmma m64nN)
+
+
+def rows_view(acc: cute.Tensor) -> cute.Tensor:
+    """A (row, column) view of an m64nN accumulator: 2 rows a thread, columns 8 j + 2 (lane % 4) + {0, 1}."""
+    columns = cute.make_layout((2, cute.size(acc) // 4), stride=(1, 4))
+    return cute.make_tensor(acc.iterator, cute.make_layout((2, columns.shape), stride=(2, columns.stride)))
+
+
+class KeyMask:
+    """Hides the keys past the end of the sequence and, if causal, past the diagonal aligned to the bottom right."""
+
+    def __init__(self, tile_n: int, causal: bool):
+        self.tile_n, self.causal = tile_n, causal
+        self.end_key = cute.make_rmem_tensor((ROWS_PER_THREAD,), Int32)  # first hidden key minus this thread's column
+
+    @cute.jit
+    def set_rows(self, row: Int32, lane: Int32, seqlen_q: Int32, seqlen_k: Int32):
+        """For a thread whose rows of the query sequence are ``row`` and ``row + 8``."""
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            end = seqlen_k
+            if const_expr(self.causal):
+                end = minimum(seqlen_k, row + 8 * r + seqlen_k - seqlen_q + 1)
+            self.end_key[r] = end - 2 * (lane % 4)
+
+    @cute.jit
+    def apply(self, rows_S: cute.Tensor, n_block: Int32):
+        """Set the scores of hidden keys of block ``n_block`` to -inf."""
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            end = self.end_key[r] - n_block * self.tile_n
+            for c in cutlass.range_constexpr(self.tile_n // 4):
+                visible = 8 * (c // 2) + c % 2 < end
+                rows_S[r, c] = rows_S[r, c] if visible else -Float32.inf
+
+    def sees_no_key(self, r: int, lane: Int32):
+        """Whether row ``r`` of this thread has no visible key at all."""
+        return self.end_key[r] + 2 * (lane % 4) <= 0

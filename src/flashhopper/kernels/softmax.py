@@ -1,0 +1,120 @@
+"""Online softmax in base 2 over the key blocks of one warpgroup, with an exact and a lazy row maximum.
+
+Scores reach this module raw. ``softmax_scale_log2`` = softmax_scale · log2(e) is folded into the FMA in front of exp2, and
+the reference that is subtracted lives in the same base-2 units, rounded once, so that it cancels whatever its size.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Constexpr, Float32, Int32, const_expr
+
+from flashhopper.kernels import ptx
+from flashhopper.kernels.mask import ROWS_PER_THREAD, KeyMask
+
+LOG2_E = 1.4426950408889634
+NO_REFERENCE = -3.0e38  # "no key seen yet": finite, so that (-inf) - (-inf) cannot arise
+MOVE_ABOVE = 2.0**30  # a partial row sum above this moves the lazy reference
+TRUSTED_SUM = (2.0**-60, 2.0**100)  # a final lazy row sum outside proves nothing: the tile is redone
+
+
+class ExactSoftmax:
+    """The ordinary online softmax: the running row maximum is the reference in every block."""
+
+    is_lazy = False
+
+    def __init__(self, softmax_scale_log2: Float32):
+        self.scale = softmax_scale_log2
+        state = [cute.make_rmem_tensor((ROWS_PER_THREAD,), Float32) for _ in range(3)]
+        self.row_max, self.row_sum, self.scores_scale = state
+
+    def reset(self) -> None:
+        self.row_max.fill(NO_REFERENCE)
+        self.row_sum.fill(0.0)
+
+    @cute.jit
+    def exact_step(self, rows_S: cute.Tensor):
+        """Turn scores into P, update maximum and sum, and leave O's rescale factor in ``scores_scale``."""
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            s = rows_S[r, None].load()
+            block_max = cute.arch.warp_reduction_max(
+                s.reduce(cute.ReductionOp.MAX, -Float32.inf, 0), threads_in_group=4
+            )
+            new_max = cute.arch.fmax(self.row_max[r], block_max * self.scale)
+            self.scores_scale[r] = cute.arch.exp2(self.row_max[r] - new_max)
+            p = cute.math.exp2(s * self.scale - new_max, fastmath=True)
+            self.row_sum[r] = self.row_sum[r] * self.scores_scale[r] + p.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            self.row_max[r] = new_max
+            rows_S[r, None].store(p)
+
+    @cute.jit
+    def unmasked_step(self, rows_S: cute.Tensor):
+        """One block that no mask cuts. Returns whether O must be rescaled by ``scores_scale``."""
+        self.exact_step(rows_S)
+        return Boolean(True)
+
+    @cute.jit
+    def scale_rows(self, rows_O: cute.Tensor):
+        """Multiply the rows of O by ``scores_scale``."""
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            rows_O[r, None].store(rows_O[r, None].load() * self.scores_scale[r])
+
+    @cute.jit
+    def finalize(self, rows_lse: cute.Tensor, mask: KeyMask, lane: Int32):
+        """Leave 1 / sum in ``scores_scale`` and the natural-log LSE in ``rows_lse``; return whether sums are trusted."""
+        trusted = Boolean(True)
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            total = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=4)
+            if const_expr(self.is_lazy):
+                in_range = (total > TRUSTED_SUM[0]) & (total < TRUSTED_SUM[1])
+                trusted = trusted & (in_range | mask.sees_no_key(r, lane))
+            self.scores_scale[r] = cute.arch.rcp_approx(total) if total != 0.0 else Float32(0.0)
+            rows_lse[r] = (self.row_max[r] + cute.math.log2(total, fastmath=True)) * (1.0 / LOG2_E)
+        return trusted
+
+    @cute.jit
+    def is_finite(self, acc_O: cute.Tensor):
+        """Whether no element of the accumulator is Inf or NaN."""
+        flat_O = cute.make_tensor(acc_O.iterator, cute.make_layout(cute.size(acc_O)))
+        zero = cute.make_rmem_tensor((4,), Float32)  # 0 · x is 0 unless x is Inf or NaN; 4 chains for latency
+        zero.fill(0.0)
+        for i in cutlass.range_constexpr(cute.size(acc_O)):
+            zero[i % 4] = zero[i % 4] + flat_O[i] * 0.0
+        return (zero[0] + zero[1]) + (zero[2] + zero[3]) == 0.0
+
+
+class LazySoftmax(ExactSoftmax):
+    """Softmax is invariant to the reference: unmasked blocks keep the one that the exact blocks before them found.
+
+    That leaves out maximum, shuffles and rescaling of O. Sums above 2**30 move the reference. What that cannot cover (a jump
+    of more than 2**97 inside one block, sums that vanish) shows in the final sum or in a non-finite O, and the tile is redone
+    with exact steps; docs/lazy-softmax.md has the argument.
+    """
+
+    is_lazy = True
+
+    @cute.jit
+    def unmasked_step(self, rows_S: cute.Tensor):
+        moves = ptx.vote_any(cute.arch.fmax(self.row_sum[0], self.row_sum[1]) > MOVE_ABOVE)
+        if moves:
+            self.move_reference()
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            p = cute.math.exp2(rows_S[r, None].load() * self.scale - self.row_max[r], fastmath=True)
+            self.row_sum[r] = self.row_sum[r] + p.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            rows_S[r, None].store(p)
+        return moves
+
+    @cute.jit
+    def move_reference(self):
+        """Raise the reference by log2 of the row sum. A sum too large to trust becomes NaN, for good."""
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            total = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=4)
+            new_max = self.row_max[r] + cute.math.log2(cute.arch.fmax(total, Float32(1.0)), fastmath=True)
+            self.scores_scale[r] = cute.arch.exp2(self.row_max[r] - new_max)
+            moved = self.row_sum[r] * self.scores_scale[r]
+            self.row_sum[r] = moved if total < TRUSTED_SUM[1] else Float32(float("nan"))
+            self.row_max[r] = new_max
+
+
+def make_softmax(policy: Constexpr[str], softmax_scale_log2: Float32) -> ExactSoftmax:
+    """The softmax policy that ``ForwardConfig.softmax`` names."""
+    return {"exact": ExactSoftmax, "lazy": LazySoftmax}[policy](softmax_scale_log2)

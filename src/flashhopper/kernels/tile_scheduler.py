@@ -1,0 +1,194 @@
+"""Which tile a CTA works on next: work order, claiming, the mailbox from producer to consumers, and redone tiles."""
+
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Constexpr, Int32, const_expr
+
+from flashhopper.kernels import ptx
+from flashhopper.kernels.values import DynamicValues, ceil_div, maximum, minimum
+
+NO_TILE = -1  # also the m_block that tells the consumers to stop
+L2_KV_BYTES = 32 << 20  # K and V of the heads worked on at a time: half of the H200's 60 MB of L2, the rest is Q, O
+
+
+class TileCoord(NamedTuple):
+    m_block: Any
+    head: Any
+    batch: Any
+
+
+class TileGrid(NamedTuple):
+    """Order of the tiles. Plain arithmetic: runs on Python ints and on DSL integers alike.
+
+    Heads (over all batches) are cut into groups whose K and V fit in L2; within a group the row blocks of all its heads
+    follow each other, longest first if causal, so that the card's last wave is made of short tiles.
+    """
+
+    num_m_blocks: Any
+    num_heads: Any
+    num_heads_total: Any  # heads × batch
+    group: Any  # heads whose K and V share L2
+    causal: bool
+
+    @classmethod
+    def create(cls, shape_q: tuple[Any, ...], shape_k: tuple[Any, ...], kv_row_bytes: int, tile_m: int, causal: bool):
+        """From extents (seqlen, heads, batch) of Q and K and the bytes of one row of K and V together."""
+        seqlen_q, num_heads, batch = shape_q
+        seqlen_k, num_heads_k, _ = shape_k
+        kv_heads = maximum(L2_KV_BYTES // kv_row_bytes // seqlen_k, 1)
+        total = num_heads * batch
+        group = minimum(num_heads // num_heads_k * kv_heads, total)
+        return cls(ceil_div(seqlen_q, tile_m), num_heads, total, group, causal)
+
+    @property
+    def num_tiles(self) -> Any:
+        return self.num_m_blocks * self.num_heads_total
+
+    def coord(self, tile: Any) -> TileCoord:
+        """Coordinates of the tile with this number, 0 ≤ tile < num_tiles."""
+        tiles_per_group = self.group * self.num_m_blocks
+        group_index = tile // tiles_per_group
+        within = tile - group_index * tiles_per_group
+        width = minimum(self.group, self.num_heads_total - group_index * self.group)
+        m_block = within // width
+        head_index = group_index * self.group + within - m_block * width
+        batch = head_index // self.num_heads
+        if self.causal:
+            m_block = self.num_m_blocks - 1 - m_block
+        return TileCoord(m_block, head_index - batch * self.num_heads, batch)
+
+
+class WorkItem(DynamicValues):
+    """The producer's place in its sequence of items: the current tile, and what it needs to pick the next."""
+
+    dynamic = ("tile", "exact", "previous", "claimed", "count", "is_open")
+
+    def __init__(self, tile: Int32, exact: Int32, previous: Int32, claimed: Int32, count: Int32, is_open: Int32):
+        self.tile, self.exact, self.previous = tile, exact, previous
+        self.claimed, self.count, self.is_open = claimed, count, is_open
+
+
+class Mailbox:
+    """Items' coordinates from producer to consumers, one slot per stage of Q and guarded by its barriers; verdicts back.
+
+    ``done[i % 2]`` completes when every consumer warp has judged item i; ``failed[i % 2]`` is then set if one found that the
+    lazy softmax cannot be trusted.
+    """
+
+    ITEM_WORDS = 4
+    VERDICTS = 2
+
+    def __init__(self, words: cute.Pointer, done: cute.Pointer, num_slots: int):
+        """``words``: 4 per slot (m_block, head, batch, exact), then 2 failure flags. ``done``: 2 mbarriers."""
+        self.items = cute.make_tensor(words, cute.make_layout((self.ITEM_WORDS, num_slots)))
+        self.failed = cute.make_tensor(words + self.ITEM_WORDS * num_slots, cute.make_layout(self.VERDICTS))
+        self.done = done
+
+    def initialise(self, consumer_warps: int) -> None:
+        """By one thread, before the CTA synchronises."""
+        for i in range(self.VERDICTS):
+            cute.arch.mbarrier_init(self.done + i, consumer_warps)
+            self.failed[i] = Int32(0)
+
+    def post(self, slot: Int32, item: tuple[Int32, Int32, Int32, Int32]) -> None:
+        """Producer, one lane, before it arrives at Q's full barrier: m_block, head, batch, exact."""
+        for word, value in enumerate(item):
+            self.items[word, slot] = value
+
+    def post_end(self, slot: Int32) -> None:
+        self.items[0, slot] = Int32(NO_TILE)
+
+    def read_m_block(self, slot: Int32) -> Int32:
+        return self.items[0, slot]
+
+    def read_rest(self, slot: Int32) -> tuple[Int32, Int32, Int32]:
+        """Head, batch and whether the item is a redo that must run exactly."""
+        return self.items[1, slot], self.items[2, slot], self.items[3, slot]
+
+    @cute.jit
+    def judge(self, item: Int32, trusted, exact: Int32, lane: Int32):
+        """Consumer warp: its verdict on the item."""
+        trusted = ptx.vote_all(trusted)
+        failed = self.failed
+        if lane == 0:
+            if not trusted and exact == 0:
+                failed[item & 1] = Int32(1)
+            cute.arch.mbarrier_arrive(self.done + (item & 1))
+
+
+class TileScheduler:
+    """Hands out tiles to one CTA; each kind differs only in :meth:`claim`.
+
+    ``workspace`` is int32 (4,), zero before the first launch that uses it: next tile, CTAs that left, tiles redone (a
+    statistic), unused. The last CTA of a launch resets the first two.
+    """
+
+    def __init__(self, kind: str, grid: TileGrid, mailbox: Mailbox, workspace: cute.Tensor):
+        self.kind, self.grid, self.mailbox, self.workspace = kind, grid, mailbox, workspace
+        self.num_ctas, _, _ = cute.arch.grid_dim()
+
+    def first_item(self) -> WorkItem:
+        cta, _, _ = cute.arch.block_idx()
+        return WorkItem(cta, Int32(0), Int32(NO_TILE), cta, Int32(0), Int32(1))
+
+    @cute.jit
+    def claim(self, last_claimed: Int32, lane: Int32):
+        """The next fresh tile number of this CTA; past the end of the grid if there is none."""
+        tile = last_claimed
+        if const_expr(self.kind == "dynamic"):
+            if lane == 0:
+                tile = ptx.atomic_increment(self.workspace.iterator)
+            tile = cute.arch.shuffle_sync(tile, 0) + self.num_ctas
+        else:  # static; a single-tile CTA gets num_tiles = num_ctas here, which ends it
+            tile = last_claimed + self.num_ctas
+        return tile
+
+    @cute.jit
+    def next_item(self, item: WorkItem, lane: Int32, may_fail: Constexpr[bool]):
+        """After the last load of ``item``: a redo of the item before it if that failed, else a fresh tile, else (none left)
+        a redo of ``item`` itself once it is judged, else the end. A redo runs exactly and cannot fail, so this ends."""
+        tile, exact, is_open, count = Int32(NO_TILE), Int32(0), item.is_open, item.count + 1
+        if const_expr(may_fail):
+            if count >= 2:
+                tile = self.tile_to_redo(count - 2, item.previous, lane)
+            if tile >= 0:
+                exact = Int32(1)
+        claimed = item.claimed
+        if exact == 0 and is_open == 1:
+            claimed = self.claim(item.claimed, lane)
+            if claimed < self.grid.num_tiles:
+                tile = claimed
+            else:
+                is_open = Int32(0)
+        if const_expr(may_fail):
+            if exact == 0 and is_open == 0:
+                tile = self.tile_to_redo(count - 1, item.tile, lane)
+                if tile >= 0:
+                    exact = Int32(1)
+        return WorkItem(tile, exact, item.tile, claimed, count, is_open)
+
+    @cute.jit
+    def tile_to_redo(self, judged: Int32, tile: Int32, lane: Int32):
+        """Wait for the verdict on an item; its tile if it must be redone, else NO_TILE."""
+        cute.arch.mbarrier_wait(self.mailbox.done + (judged & 1), (judged >> 1) & 1)
+        failed = self.mailbox.failed  # a tensor: the DSL cannot carry an object's attribute through a branch
+        has_failed = failed[judged & 1]
+        cute.arch.sync_warp()
+        redo = Int32(NO_TILE)
+        if has_failed != 0:
+            redo = tile
+            if lane == 0:
+                failed[judged & 1] = Int32(0)
+                ptx.atomic_increment(self.workspace.iterator + 2)
+        return redo
+
+    @cute.jit
+    def leave(self, lane: Int32):
+        """Once per CTA, after its last claim: the last one out resets the counters for the next launch."""
+        if const_expr(self.kind == "dynamic"):
+            workspace = self.workspace
+            if lane == 0:
+                cute.arch.fence_acq_rel_gpu()
+                if ptx.atomic_increment_acq_rel(workspace.iterator + 1) == self.num_ctas - 1:
+                    workspace[0], workspace[1] = Int32(0), Int32(0)

@@ -1,0 +1,158 @@
+"""From a validated problem to a launched kernel: plan once per problem, then only allocate and call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from flashhopper import reference
+from flashhopper.compiler import get_kernel
+from flashhopper.config import ForwardConfig
+from flashhopper.heuristics import select_spec
+from flashhopper.problem import AttentionOptions, AttentionProblem, TensorFacts
+
+LOG2_E = 1.4426950408889634
+# A scale of 0 would turn a masked score's -inf into NaN. This one rounds every finite score's exponent to 0 just the same.
+SMALLEST_SCALE = 1e-30
+TMA_ALIGNMENT = 16  # bytes: base address and strides (CUDA driver API, cuTensorMapEncodeTiled)
+HOPPER = (9, 0)
+
+ForwardResult = tuple[torch.Tensor, torch.Tensor]
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions, config: ForwardConfig | None = None
+) -> ForwardResult:
+    """Attention without autograd on CUDA tensors, with it on CPU tensors; ``config`` overrides the tile table.
+
+    Returns out ``(batch, seqlen_q, heads, head_dim_v)`` in q's dtype and LSE ``(batch, heads, seqlen_q)`` fp32.
+    """
+    return _plan(AttentionProblem.from_tensors(q, k, v, options), config)(q, k, v)
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    problem: AttentionProblem, config: ForwardConfig | None
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], ForwardResult]:
+    """Validate, choose and compile; cached by the problem itself. Errors are not cached."""
+    problem.validate()
+    if problem.device.type == "cpu":
+        return _ReferencePlan(problem)
+    num_sms = _hopper_multiprocessors(problem.device)
+    if problem.options.sm_margin >= num_sms:
+        raise ValueError(
+            f"sm_margin is {problem.options.sm_margin}; the card has {num_sms} SMs, at least 1 must be left"
+        )
+    if problem.batch == 0 or problem.seqlen_q == 0 or problem.seqlen_k == 0:
+        return _EmptyPlan(problem)
+    return _KernelPlan(problem, num_sms, config)
+
+
+class _ReferencePlan:
+    """CPU tensors: the same semantics in plain PyTorch, differentiable."""
+
+    def __init__(self, problem: AttentionProblem):
+        self.softmax_scale, self.causal = problem.softmax_scale, problem.options.causal
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ForwardResult:
+        return reference.attention(q, k, v, softmax_scale=self.softmax_scale, causal=self.causal)
+
+
+class _EmptyPlan:
+    """No query or no key: out is 0 and LSE -inf wherever there is a row at all."""
+
+    def __init__(self, problem: AttentionProblem):
+        self.problem = problem
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ForwardResult:
+        p = self.problem
+        out = q.new_zeros((p.batch, p.seqlen_q, p.num_heads, p.head_dim_v))
+        lse = q.new_full((p.batch, p.num_heads, p.seqlen_q), -torch.inf, dtype=torch.float32)
+        return out, lse
+
+
+class _KernelPlan:
+    """A compiled kernel and all that does not change between two calls with the same problem."""
+
+    def __init__(self, problem: AttentionProblem, num_sms: int, config: ForwardConfig | None):
+        self.kernel: Callable[..., Any] = get_kernel(select_spec(problem, num_sms, config))
+        self.device, self.device_index, self.dtype = problem.device, problem.device.index, problem.dtype
+        self.out_shape = (problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v)
+        self.lse_shape = (problem.batch, problem.num_heads, problem.seqlen_q)
+        self.scale_log2 = max(problem.softmax_scale * LOG2_E, SMALLEST_SCALE)
+        self.max_ctas = num_sms - problem.options.sm_margin
+        views = [_TmaView(facts) for facts in (problem.q, problem.k, problem.v)]
+        self.views = views if any(view.changes for view in views) else None
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ForwardResult:
+        if self.device_index != torch.cuda.current_device():
+            with torch.cuda.device(self.device_index):
+                return self._launch(q, k, v)
+        return self._launch(q, k, v)
+
+    def _launch(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ForwardResult:
+        if self.views is not None:
+            q, k, v = (view(tensor) for view, tensor in zip(self.views, (q, k, v), strict=True))
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_ALIGNMENT:
+            q, k, v = (t.clone() if t.data_ptr() % TMA_ALIGNMENT else t for t in (q, k, v))
+        out = torch.empty(self.out_shape, dtype=self.dtype, device=self.device)
+        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
+        self.kernel(q, k, v, out, lse, _workspace(self.device_index), self.scale_log2, self.max_ctas)
+        return out, lse
+
+
+class _TmaView:
+    """Makes a tensor's strides fit TMA: multiples of 16 bytes. A stride that matters and does not fit costs one copy."""
+
+    def __init__(self, facts: TensorFacts):
+        unit = TMA_ALIGNMENT // facts.dtype.itemsize
+        self.shape = tuple(facts.shape)
+        # The stride of an extent of 1 is never used: any multiple will do.
+        used = zip(facts.shape[:3], facts.stride[:3], strict=True)
+        self.stride = (*(stride if extent > 1 else unit for extent, stride in used), 1)
+        self.copies = any(stride % unit for stride in self.stride[:3])
+        self.changes = self.copies or self.stride != tuple(facts.stride)
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.copies:
+            return tensor.clone(memory_format=torch.contiguous_format)
+        return tensor.as_strided(self.shape, self.stride)
+
+
+@lru_cache(maxsize=64)
+def _hopper_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a Hopper card; RuntimeError for any other."""
+    properties = torch.cuda.get_device_properties(device)
+    found = (properties.major, properties.minor)
+    if found != HOPPER:
+        raise RuntimeError(
+            f"{properties.name} on {device} has compute capability {found[0]}.{found[1]}; FlashHopper's kernels need a "
+            "Hopper GPU (9.0: H100, H200, H800, H20). CPU tensors run through the reference on any machine."
+        )
+    return int(properties.multi_processor_count)
+
+
+_WORKSPACES: dict[tuple[int, int], torch.Tensor] = {}
+
+
+def _workspace(device_index: int) -> torch.Tensor:
+    """The scheduler's int32 (4,), zeroed once; the last CTA of each launch resets it.
+
+    One per stream, whose launches follow each other. A captured launch gets its own, zeroed by the graph: graphs
+    captured on one stream may be replayed at once on several.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(4, dtype=torch.int32, device=torch.device("cuda", device_index))
+    key = device_index, torch._C._cuda_getCurrentRawStream(device_index)
+    workspace = _WORKSPACES.get(key)
+    if workspace is None:
+        workspace = _WORKSPACES[key] = torch.zeros(4, dtype=torch.int32, device=torch.device("cuda", device_index))
+    return workspace
+
+
+def redone_tiles(device_index: int = 0) -> int:
+    """How many tiles the lazy softmax has redone on a device so far, outside graphs; synchronises. For tests."""
+    return sum(int(w[2]) for (index, _), w in _WORKSPACES.items() if index == device_index)

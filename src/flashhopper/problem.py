@@ -1,0 +1,197 @@
+"""One attention call as a value: what was asked, and the only place where it is validated."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from flashhopper.config import Dtype
+
+MAX_HEAD_DIM = 256
+MAX_EXTENT = 2**31 - 1  # rows, heads and tiles are counted in 32 bits; offsets in elements are 64-bit
+DTYPES: dict[torch.dtype, Dtype] = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+CPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class TensorFacts(NamedTuple):
+    """What validation and the launch need to know of a tensor, without its data."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorFacts:
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+class AttentionOptions(NamedTuple):
+    """The keyword arguments of the public functions, with FA3's names and meanings."""
+
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    attention_chunk: int = 0
+    softcap: float = 0.0
+    num_splits: int = 1
+    pack_gqa: bool | None = None
+    deterministic: bool = False
+    sm_margin: int = 0
+
+
+class AttentionProblem(NamedTuple):
+    """A dense attention call: hashable, printable, and valid once :meth:`validate` has returned.
+
+    Shapes: q ``(batch, seqlen_q, heads, head_dim)``, k ``(batch, seqlen_k, heads_k, head_dim)``, v ``(batch, seqlen_k,
+    heads_k, head_dim_v)``.
+    """
+
+    q: TensorFacts
+    k: TensorFacts
+    v: TensorFacts
+    options: AttentionOptions
+
+    @classmethod
+    def from_tensors(
+        cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
+    ) -> AttentionProblem:
+        """Gather the facts of a call. Raises TypeError if q, k or v is not a tensor; checks nothing else."""
+        try:
+            return cls(TensorFacts.of(q), TensorFacts.of(k), TensorFacts.of(v), options)
+        except (AttributeError, TypeError):
+            for name, value in (("q", q), ("k", k), ("v", v)):
+                if not isinstance(value, torch.Tensor):
+                    raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}") from None
+            raise
+
+    @property
+    def batch(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def seqlen_q(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def seqlen_k(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def num_heads(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def num_heads_k(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[3]
+
+    @property
+    def head_dim_v(self) -> int:
+        return self.v.shape[3]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.q.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.q.device
+
+    @property
+    def softmax_scale(self) -> float:
+        """The factor on q·k: as given, or ``head_dim ** -0.5``."""
+        scale = self.options.softmax_scale
+        return self.head_dim**-0.5 if scale is None else float(scale)
+
+    def validate(self) -> AttentionProblem:
+        """Return self, or raise one error that names the argument, what was got and what is accepted.
+
+        TypeError: a wrong type or dtype. ValueError: shapes, ranges, devices. NotImplementedError: a combination that
+        the support table in the README lists as not there yet.
+        """
+        self._check_dtypes_and_devices()
+        self._check_shapes()
+        self._check_options()
+        return self
+
+    def _tensors(self) -> tuple[tuple[str, TensorFacts], ...]:
+        return ("q", self.q), ("k", self.k), ("v", self.v)
+
+    def _check_dtypes_and_devices(self) -> None:
+        for name, facts in self._tensors():
+            if facts.device.type not in ("cpu", "cuda"):
+                raise ValueError(f"{name} is on device {facts.device}; accepted are cpu and cuda tensors")
+            if facts.device != self.q.device:
+                raise ValueError(f"{name} is on {facts.device}, q on {self.q.device}: all must be on the same device")
+            accepted = CPU_DTYPES if facts.device.type == "cpu" else tuple(DTYPES)
+            if facts.dtype not in accepted:
+                names = ", ".join(str(dtype) for dtype in accepted)
+                raise TypeError(f"{name} has dtype {facts.dtype}; accepted on {facts.device.type} are {names}")
+            if facts.dtype != self.q.dtype:
+                raise TypeError(f"{name} has dtype {facts.dtype}, q has {self.q.dtype}: all must have the same dtype")
+
+    def _check_shapes(self) -> None:
+        for name, facts in self._tensors():
+            if len(facts.shape) != 4:
+                raise ValueError(
+                    f"{name} must have 4 dimensions (batch, seqlen, heads, head_dim), got shape {tuple(facts.shape)}"
+                )
+            if max(facts.shape) > MAX_EXTENT:
+                raise ValueError(f"{name} has shape {tuple(facts.shape)}; each extent may be at most {MAX_EXTENT}")
+        for name, facts in self._tensors():
+            if facts.shape[0] != self.batch:
+                raise ValueError(f"{name} has batch size {facts.shape[0]}, q has {self.batch}: they must be equal")
+        for dim, what in ((1, "seqlen"), (2, "heads")):
+            if self.v.shape[dim] != self.k.shape[dim]:
+                raise ValueError(f"v has {what} {self.v.shape[dim]}, k has {self.k.shape[dim]}: they must be equal")
+        if self.k.shape[3] != self.head_dim:
+            raise ValueError(f"k has head_dim {self.k.shape[3]}, q has {self.head_dim}: they must be equal")
+        for name, facts in (("q", self.q), ("v", self.v)):
+            head_dim = facts.shape[3]
+            if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
+                raise ValueError(
+                    f"{name} has head_dim {head_dim}; accepted are multiples of 8 from 8 to {MAX_HEAD_DIM}"
+                )
+        if self.num_heads_k == 0 or self.num_heads == 0:
+            raise ValueError(f"q has {self.num_heads} heads, k has {self.num_heads_k}: at least 1 each is needed")
+        if self.num_heads % self.num_heads_k:
+            raise ValueError(
+                f"q has {self.num_heads} heads, k has {self.num_heads_k}: q's must be a multiple of k's (GQA/MQA)"
+            )
+        for name, facts in self._tensors():
+            if facts.stride[3] != 1:
+                raise ValueError(
+                    f"{name} has strides {facts.stride}; the last dimension (head_dim) must be contiguous (stride 1)"
+                )
+
+    def _check_options(self) -> None:
+        options = self.options
+        scale = options.softmax_scale
+        if scale is not None:
+            if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+                raise TypeError(f"softmax_scale must be a float or None, got {type(scale).__name__}")
+            if not (math.isfinite(scale) and scale >= 0.0):
+                raise ValueError(f"softmax_scale is {scale}; accepted is a finite number of at least 0, or None")
+        for name in ("causal", "deterministic"):
+            value = getattr(options, name)
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+        if isinstance(options.sm_margin, bool) or not isinstance(options.sm_margin, int):
+            raise TypeError(f"sm_margin must be an int, got {type(options.sm_margin).__name__}")
+        if options.sm_margin < 0:
+            raise ValueError(f"sm_margin is {options.sm_margin}; accepted is a number of SMs of at least 0")
+        if options.pack_gqa not in (None, False, True):
+            raise TypeError(f"pack_gqa must be None or a bool, got {type(options.pack_gqa).__name__}")
+        for name, default in AttentionOptions._field_defaults.items():
+            value = getattr(options, name)
+            if name in _LATER and value != default and not (name == "pack_gqa" and value is False):
+                raise NotImplementedError(f"{name}={value!r} is not there yet; accepted today is {default!r}")
+
+
+_LATER = ("window_size", "attention_chunk", "softcap", "num_splits", "pack_gqa")

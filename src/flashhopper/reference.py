@@ -1,0 +1,241 @@
+"""Attention in plain PyTorch: the oracle that tests compare with and what CPU tensors run through, and an emulator of
+the forward kernel's arithmetic, tile by tile, that shows on any machine what the kernel's roundings cost.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from flashhopper.config import ForwardConfig
+
+CHUNK_SCORES = 2**24
+"""Scores held at once (64 MiB in fp32): query rows are cut so that memory grows with the inputs, not their product."""
+
+LOG2_E = math.log2(math.e)
+NO_KEY_YET = -3.0e38  # row_max before the first visible key: finite, so that no (-inf) - (-inf) can arise
+MOVE_ABOVE = 2.0**30  # lazy softmax: a partial sum above this moves the reference
+SAFE_SUMS = (2.0**-60, 2.0**100)  # lazy softmax: a final row sum outside proves nothing, the tile is redone
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    compute_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention and its log-sum-exp, differentiable by autograd through both.
+
+    q ``(b, sq, h, d)``, k ``(b, sk, hk, d)``, v ``(b, sk, hk, dv)`` with ``h % hk == 0``; ``causal`` is aligned to the
+    bottom right: row i sees keys up to ``i + sk - sq``. Returns out ``(b, sq, h, dv)`` in q's dtype and the natural-log
+    LSE ``(b, h, sq)`` in fp32 (fp64 if computed in fp64). A row without a visible key has out 0, LSE -inf and passes
+    no gradient on. ``compute_dtype`` is fp32 by default, fp64 for fp64 inputs; q's own dtype gives the error that
+    plain low-precision PyTorch makes, the measure of the tolerance rule.
+    """
+    if compute_dtype is None:
+        compute_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    batch, seqlen_q, heads, _ = q.shape
+    seqlen_k = k.shape[1]
+    q_rows = q.to(compute_dtype)
+    # (b, hk, sk, d): laid out once, so that no chunk copies all keys again
+    k_heads, v_heads = (x.to(compute_dtype).transpose(1, 2).contiguous() for x in (k, v))
+
+    chunk = max(CHUNK_SCORES // max(batch * heads * seqlen_k, 1), 1)
+    starts = range(0, max(seqlen_q, 1), chunk)
+    attend = _attend_rows
+    if len(starts) > 1 and torch.is_grad_enabled():
+        # Recomputed in backward: kept, the chunks' scores would add up to the whole (b, h, sq, sk) matrix.
+        attend = partial(checkpoint, _attend_rows, use_reentrant=False, preserve_rng_state=False)
+    outs, lses = [], []
+    for start in starts:
+        stop = min(start + chunk, seqlen_q)
+        first_row_end, last_row_end = seqlen_k, seqlen_k  # keys that the chunk's first and last row see
+        if causal:
+            first_row_end = start + 1 + seqlen_k - seqlen_q
+            last_row_end = max(stop + seqlen_k - seqlen_q, 0)
+        seen_k, seen_v = k_heads[:, :, :last_row_end], v_heads[:, :, :last_row_end]
+        out, lse = attend(q_rows[:, start:stop], seen_k, seen_v, softmax_scale, first_row_end)
+        outs.append(out)
+        lses.append(lse)
+    lse_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
+    return torch.cat(outs, dim=1).to(q.dtype), torch.cat(lses, dim=2).to(lse_dtype)
+
+
+def _attend_rows(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, first_row_end: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows q ``(b, rows, h, d)`` against k ``(b, hk, n, d)``, v ``(b, hk, n, dv)``: out and LSE, in the inputs' dtype.
+
+    Row i sees the keys before ``first_row_end + i``. Query heads that share K and V are stacked as rows of one matrix
+    product. The row max is a constant to autograd: neither output depends on it.
+    """
+    batch, rows, heads, head_dim = q.shape
+    _, heads_k, keys, head_dim_v = v.shape
+    group = heads // heads_k
+    stacked = _grouped(q, heads_k).reshape(batch, heads_k, group * rows, head_dim)
+    scores = (stacked @ k.transpose(2, 3) * softmax_scale).view(batch, heads_k, group, rows, keys)
+    if first_row_end < keys:
+        ends = first_row_end + torch.arange(rows, device=q.device)
+        scores = scores.masked_fill(torch.arange(keys, device=q.device) >= ends[:, None], -math.inf)
+    row_max = scores.new_zeros(batch, heads_k, group, rows, 1)
+    if keys:
+        row_max = scores.detach().amax(dim=-1, keepdim=True)
+        row_max = row_max.masked_fill(row_max == -math.inf, 0.0)
+    weights = torch.exp(scores - row_max)
+    row_sum = weights.sum(dim=-1, keepdim=True)
+    no_key = row_sum == 0
+    row_sum = row_sum.masked_fill(no_key, 1.0)  # before the division and the log: their gradients stay finite
+    acc = (weights.flatten(2, 3) @ v).view(batch, heads_k, group, rows, head_dim_v)
+    out = (acc / row_sum).masked_fill(no_key, 0.0)
+    lse = (row_max + torch.log(row_sum)).masked_fill(no_key, -math.inf)
+    return out.permute(0, 3, 1, 2, 4).reshape(batch, rows, heads, head_dim_v), lse.reshape(batch, heads, rows)
+
+
+class _Tile(NamedTuple):
+    """Running state of one query tile for every batch and head: ``(b, hk, group, tile_m, 1 or dv)``, fp32."""
+
+    row_max: torch.Tensor
+    """What the exponents subtract, in log2 units: the running maximum, or the lazy softmax's reference."""
+    row_sum: torch.Tensor
+    acc_O: torch.Tensor
+
+    def rescaled(self, row_max: torch.Tensor) -> _Tile:
+        """The same sums relative to another ``row_max``; the factor comes from the rounded values."""
+        scores_scale = torch.exp2(self.row_max - row_max)
+        return _Tile(row_max, self.row_sum * scores_scale, self.acc_O * scores_scale)
+
+    def moved(self) -> _Tile:
+        """Move the reference of each row by log2 of its sum, in the tiles where a sum has grown too large."""
+        fire = (self.row_sum > MOVE_ABOVE).any(dim=-2, keepdim=True)
+        new = self.rescaled(self.row_max + torch.log2(self.row_sum.clamp_min(1.0)))
+        trusted = new.row_sum.masked_fill(self.row_sum >= SAFE_SUMS[1], math.nan)  # NaN for good: the tile is redone
+        new = new._replace(row_sum=trusted)
+        return new.where(fire.squeeze((-2, -1)), self)
+
+    def where(self, chosen: torch.Tensor, other: _Tile) -> _Tile:
+        """This state in the tiles ``chosen (b, hk, group)``, the other state elsewhere."""
+        pairs = zip(self, other, strict=True)
+        return _Tile(*(torch.where(chosen[..., None, None], mine, theirs) for mine, theirs in pairs))
+
+    def accumulated(self, exponents: torch.Tensor, v: torch.Tensor) -> _Tile:
+        """Add a block: P summed in fp32, then rounded to V's dtype for P·V."""
+        p = torch.exp2(exponents)
+        acc = self.acc_O + p.to(v.dtype).float() @ v.float()
+        return self._replace(row_sum=self.row_sum + p.sum(dim=-1, keepdim=True), acc_O=acc)
+
+    def is_safe(self, ends: torch.Tensor) -> torch.Tensor:
+        """Per tile ``(b, hk, group)``: does the lazy softmax's result hold for each of its rows?"""
+        low, high = SAFE_SUMS
+        sums_hold = (self.row_sum > low) & (self.row_sum < high) | (ends[:, None] <= 0)
+        return (sums_hold & self.acc_O.isfinite().all(dim=-1, keepdim=True)).flatten(-2).all(dim=-1)
+
+
+class _Blocks(NamedTuple):
+    """Padded operands, as the tiles in shared memory hold them, and what every tile shares."""
+
+    q: torch.Tensor
+    """``(b, hk, group, m_blocks * tile_m, d)``"""
+    k: torch.Tensor
+    """``(b, hk, 1, n_blocks * tile_n, d)``"""
+    v: torch.Tensor
+    """``(b, hk, 1, n_blocks * tile_n, dv)``"""
+    ends: torch.Tensor
+    """Per row, the number of keys it sees (0 or less: none)."""
+    scale_log2: float
+    tile_m: int
+    tile_n: int
+
+
+def emulate_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    config: ForwardConfig,
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """The forward kernel's arithmetic: out, LSE as :func:`attention` gives them, and the number of tiles redone.
+
+    Of ``config`` the tile sizes and the softmax policy count; the rest changes when things happen, not the result.
+    """
+    from flashhopper.kernels.block_range import key_blocks  # here: CPU users of attention() need not load cutlass
+
+    seqlen_q = q.shape[1]
+    seqlen_k, heads_k = k.shape[1:3]
+    tile_m, tile_n = config.tile_m, config.tile_n
+    q_tiles = _grouped(_padded(q, tile_m), heads_k)
+    batch, _, group, rows_padded, _ = q_tiles.shape
+    rows = torch.arange(rows_padded, device=q.device)
+    blocks = _Blocks(
+        q=q_tiles,
+        k=_grouped(_padded(k, tile_n), heads_k),
+        v=_grouped(_padded(v, tile_n), heads_k),
+        ends=(rows + 1 + seqlen_k - seqlen_q if causal else torch.full_like(rows, seqlen_k)).clamp_max(seqlen_k),
+        scale_log2=float(torch.tensor(softmax_scale * LOG2_E, dtype=torch.float32)),
+        tile_m=tile_m,
+        tile_n=tile_n,
+    )
+    out = torch.empty(batch, heads_k, group, rows_padded, v.shape[3], device=q.device)
+    lse = torch.empty(batch, heads_k, group, rows_padded, device=q.device)
+    redone = 0
+    for m_block in range(rows_padded // tile_m):
+        visited = key_blocks(m_block, seqlen_q, max(seqlen_k, 1), tile_m=tile_m, tile_n=tile_n, causal=causal)
+        at = slice(m_block * tile_m, (m_block + 1) * tile_m)
+        lazy = visited.num_unmasked if config.softmax == "lazy" else 0
+        tile = _run_tile(blocks, at, visited.num_blocks, lazy)
+        if config.softmax == "lazy":
+            failed = ~tile.is_safe(blocks.ends[at])
+            redone += int(failed.sum())
+            if failed.any():
+                tile = _run_tile(blocks, at, visited.num_blocks, lazy=0).where(failed, tile)
+        inverse = torch.where(tile.row_sum == 0, 0.0, 1.0 / tile.row_sum)
+        out[..., at, :] = tile.acc_O * inverse
+        lse[..., at] = ((tile.row_max + torch.log2(tile.row_sum)) * (1.0 / LOG2_E)).squeeze(-1)
+    out = out[..., :seqlen_q, :].permute(0, 3, 1, 2, 4).flatten(2, 3).to(q.dtype)
+    return out, lse[..., :seqlen_q].flatten(1, 2), redone
+
+
+def _run_tile(blocks: _Blocks, at: slice, n: int, lazy: int) -> _Tile:
+    """Key blocks n - 1 … 0 for one query tile: the ordinary online softmax, the last ``lazy`` visited without a max."""
+    q = blocks.q[..., at, :].float()
+    start = torch.zeros_like(q[..., :1])
+    tile = _Tile(start + NO_KEY_YET, start, start.expand(*start.shape[:-1], blocks.v.shape[-1]))
+    for n_block in reversed(range(n)):
+        keys = slice(n_block * blocks.tile_n, (n_block + 1) * blocks.tile_n)
+        acc_S = q @ blocks.k[..., keys, :].float().transpose(-1, -2)
+        if n_block < lazy:
+            tile = tile.moved()
+            exponents = _fused_multiply_subtract(acc_S, blocks.scale_log2, tile.row_max)
+        else:
+            columns = torch.arange(keys.start, keys.stop, device=q.device)
+            hidden = columns >= blocks.ends[at, None]
+            block_max = (acc_S * blocks.scale_log2).masked_fill(hidden, -math.inf).amax(dim=-1, keepdim=True)
+            tile = tile.rescaled(torch.maximum(tile.row_max, block_max))
+            exponents = _fused_multiply_subtract(acc_S, blocks.scale_log2, tile.row_max).masked_fill(hidden, -math.inf)
+        tile = tile.accumulated(exponents, blocks.v[..., keys, :])
+    return tile
+
+
+def _padded(x: torch.Tensor, tile: int) -> torch.Tensor:
+    """x with its rows zero-filled to whole tiles, at least one, as TMA fills shared memory."""
+    rows = max(-(-x.shape[1] // tile), 1) * tile
+    return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, rows - x.shape[1]))
+
+
+def _grouped(x: torch.Tensor, heads_k: int) -> torch.Tensor:
+    """``(b, s, h, d)`` as ``(b, hk, h // hk, s, d)``, a view."""
+    batch, rows, heads, head_dim = x.shape
+    return x.view(batch, rows, heads_k, heads // heads_k, head_dim).permute(0, 2, 3, 1, 4)
+
+
+def _fused_multiply_subtract(x: torch.Tensor, scale: float, y: torch.Tensor) -> torch.Tensor:
+    """``x * scale - y`` in fp32 with one rounding, as FFMA does: the product of two fp32 numbers is exact in fp64."""
+    return (x.double() * scale - y.double()).float()

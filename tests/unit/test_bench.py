@@ -1,0 +1,255 @@
+"""The benchmarks' arithmetic, order, files and gate, with made-up figures and a fake clock."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from bench_fakes import FakeClock, made_up_results, rendered, with_rates
+
+from flashhopper.bench import BenchError, report, timing
+from flashhopper.bench.grid import HEAD_DIMS, SEQLENS, Cell, grid, short_seqlen
+from flashhopper.bench.peers import NAMES, OURS, PEERS, all_peers
+from flashhopper.bench.results import Row, compare, read_results, summarise, write_json
+from flashhopper.bench.timing import Candidate, Plan
+from flashhopper.cli import bench as cli
+
+# ---------------------------------------------------------------- arithmetic
+
+
+def test_tflops_of_a_cell() -> None:
+    cell = Cell.of("bfloat16", 128, False, 4096)
+    assert (cell.b, cell.h) == (4, 16)
+    assert cell.flop == 4 * 4 * 16 * 4096 * 4096 * 128
+    assert cell.tflops(1.0) == pytest.approx(549.755813888)
+    assert dataclasses.replace(cell, causal=True).tflops(1.0) == pytest.approx(549.755813888 / 2)
+    assert Row.of(cell, {"ours": 1.0}).tflops == {"ours": 549.8}
+
+
+def test_the_grid_keeps_tokens_and_width() -> None:
+    cells = grid("bfloat16", HEAD_DIMS, (False, True), SEQLENS)
+    assert len(cells) == len(set(cells)) == 42
+    assert all(cell.b * cell.s == 16384 for cell in cells if cell.s <= 16384)
+    assert all(cell.b == 1 for cell in cells if cell.s == 32768)
+    assert all(cell.h * cell.d == 2048 for cell in cells)
+    assert [short_seqlen(s) for s in (512, 1000, 1024, 32768)] == ["512", "1000", "1k", "32k"]
+
+
+def test_summary_by_hand() -> None:
+    cell = Cell.of("bfloat16", 128, False, 8192)
+    other = Cell.of("bfloat16", 64, True, 512)
+    rows = [
+        Row(cell, {"ours": 600.0, "fa4": 500.0, "fa3": 480.0, "fa2": 300.0}),
+        Row(other, {"ours": 90.0, "fa4": 100.0, "cudnn": 50.0}),
+        Row(Cell.of("bfloat16", 64, True, 1024), {"ours": None, "fa4": 100.0}),
+    ]
+    summary = summarise(rows)
+    assert (summary["cells"], summary["wins"]) == (2, 1)
+    assert summary["geomean_vs_best_peer"] == round((1.2 * 0.9) ** 0.5, 3)
+    assert summary["min_ratio"] == 0.9
+    assert summary["min_ratio_cell"] == str(other)
+    assert summary["geomean_vs"] == {"fa4": 1.039, "fa3": 1.25, "cudnn": 1.8, "fa2": 2.0}
+    assert summary["headline"]["sustained"] == {"peak_fraction": [0.607, 0.607], "speedup_over_fa2": [2.0, 2.0]}
+    assert summary["headline"]["burst"] == {"peak_fraction": None, "speedup_over_fa2": None}
+    assert summarise([])["geomean_vs_best_peer"] is None
+
+
+# ---------------------------------------------------------------- timing
+
+
+def test_rounds_are_interleaved_and_medians_right() -> None:
+    clock = FakeClock()
+    costs = {"a": 1.0, "b": 2.0, "c": 40.0}
+    candidates = [clock.candidate(name, lambda cost=cost: cost) for name, cost in costs.items()]
+    plan = Plan(warm_up_seconds=0.1, seconds=1e9, min_rounds=2, max_rounds=9)
+    samples = timing.measure(candidates, plan, clock, random.Random(3))
+    assert timing.medians(samples) == pytest.approx(costs)
+    assert {name: len(values) for name, values in samples.items()} == {"a": 9, "b": 9, "c": 9}
+    # A sample is 15 ms of launches and a quarter of them before it, not counted: 15 + 3, 8 + 2 and 1 + 1 launches.
+    blocks = {"a": 18, "b": 10, "c": 2}
+    at, orders = len(clock.launched), []
+    for _ in range(9):
+        order: list[str] = []
+        for _ in costs:
+            name = clock.launched[at - 1]
+            assert clock.launched[at - blocks[name] : at] == [name] * blocks[name]
+            at -= blocks[name]
+            order.insert(0, name)
+        assert sorted(order) == ["a", "b", "c"]
+        orders.append(tuple(order))
+    assert len(set(orders)) > 1, "no implementation always follows the same neighbour"
+
+
+def test_a_throttling_card_does_not_favour_whoever_is_first() -> None:
+    clock = FakeClock()
+
+    def slower() -> float:
+        return 1.0 + min(clock.now(), 2.0)  # clocks fall during the first two seconds
+
+    candidates = [clock.candidate("a", lambda: 3 * slower()), clock.candidate("b", lambda: 2 * slower())]
+    samples = timing.measure(candidates, Plan(), clock, random.Random(0))
+    medians = timing.medians(samples)
+    assert medians["a"] / medians["b"] == pytest.approx(1.5, rel=0.01)
+
+
+def test_a_plan_stays_within_its_seconds() -> None:
+    clock = FakeClock()
+    plan = Plan.within(2.0)
+    assert (plan.warm_up_seconds, plan.seconds) == pytest.approx((0.7, 1.3))
+    timing.measure([clock.candidate("a", lambda: 50.0)], plan, clock, random.Random(0))
+    assert 1.9 < clock.now() < 2.6
+    assert Plan.within(-1.0).seconds == 0.0
+
+
+def test_cold_burst_sleeps_before_each_implementation() -> None:
+    clock = FakeClock()
+    candidates = [clock.candidate("a", lambda: 1.0), clock.candidate("b", lambda: 3.0)]
+    assert timing.cold_burst(candidates, clock, 2.5) == pytest.approx({"a": 1.0, "b": 3.0})
+    assert clock.launched == ["sleep", *"a" * 10, "sleep", *"b" * 10]
+
+
+def test_host_time_enters_the_session_once() -> None:
+    clock = FakeClock()
+    base = clock.candidate("a", lambda: 0.005)
+    entered = []
+    candidate = Candidate("a", base.call, lambda: entered.append(1) or io.StringIO())
+    assert timing.host_microseconds(candidate, 300, clock) == pytest.approx(5.0)
+    assert (len(clock.launched), len(entered)) == (300, 1)
+
+
+# ---------------------------------------------------------------- files, tables, gate
+
+
+def test_json_has_the_agreed_keys_and_reads_back(tmp_path: Path) -> None:
+    results = made_up_results()
+    path = tmp_path / "deep" / "forward.json"
+    write_json(path, results.to_json())
+    data = json.loads(path.read_text())
+    head = ["device", "date", "torch", "driver", "versions", "matmul_tflops", "rows", "burst", "summary"]
+    assert list(data)[: len(head)] == head
+    assert list(data["rows"][0]) == ["dtype", "d", "causal", "s", "b", "h", *NAMES]
+    assert data["rows"][0]["cudnn"] is None
+    assert data["summary"]["wins"] == 41
+    assert read_results(path).to_json() == results.to_json()
+    path.write_text('{"rows": [{"d": 1}]}')
+    with pytest.raises(BenchError, match="is not a result file"):
+        read_results(path)
+
+
+def test_gate_passes_on_the_same_ratios_and_on_a_slower_card() -> None:
+    rows = made_up_results().rows
+    throttled = [Row(row.cell, {n: r and r * 0.8 for n, r in row.tflops.items()}) for row in rows]
+    verdict = compare(throttled, rows)
+    assert verdict.passed
+    assert verdict.compared == 42
+    assert compare([with_rates(row, ours=row.tflops["ours"] * 0.97) for row in rows], rows).passed  # type: ignore[operator]
+
+
+def test_gate_fails_on_a_drop_a_lost_figure_and_on_nothing_to_compare() -> None:
+    rows = made_up_results().rows
+    slower = [with_rates(rows[0], ours=rows[0].tflops["ours"] * 0.95), *rows[1:]]  # type: ignore[operator]
+    assert compare(slower, rows).drops == [f"{rows[0].cell}: 1.045 of the best peer, was 1.100"]
+    assert not compare(slower, rows).passed
+    lost = compare([with_rates(rows[0], ours=None), *rows[1:]], rows)
+    assert lost.problems
+    assert not lost.passed
+    assert not compare(rows[:1], rows[1:]).passed
+    # fa4 is gone today: ours against fa3 alone must not hide that ours became slower
+    today = with_rates(rows[0], fa4=None, ours=rows[0].tflops["ours"] * 0.9)  # type: ignore[operator]
+    assert not compare([today], rows).passed
+
+
+def test_terminal_tables_and_summary() -> None:
+    results = made_up_results()
+    text = rendered(report.forward_table(results.rows, "title"))
+    assert re.search(r"64 │ full +│ +16k │ +274 │ +305 │ +200 │ +– │ +152 │ +0\.900 FA4", text)
+    lines = "\n".join(report.summary_lines(results))
+    assert "over 42 cells, ahead in 41; worst 0.900 at bfloat16 d64 full s=16384" in lines
+    assert "700 TFLOPS before, 690 after" in lines
+    assert "burst" in lines
+
+
+def test_markdown_table_and_markers(tmp_path: Path) -> None:
+    results = made_up_results()
+    text = report.markdown_table(results)
+    lines = text.splitlines()
+    assert lines[0] == "| head_dim | mask | 512 | 1k | 2k | 4k | 8k | 16k | 32k |"
+    assert lines[2].startswith("| 64 | full | 330 (1.10×) | 331 (1.10×) |")
+    assert "274 (0.90×)" in lines[2]
+    assert lines[-1].startswith("In parentheses: times the fastest of FA4, FA3, FA2 in that cell. ")
+    assert (
+        lines[-1]
+        .partition("cell. ")[2]
+        .startswith("TFLOPS on Made-up GPU, 2001-02-03, torch 9.9 (FlashHopper 0.1, FA4 4); cuBLAS")
+    )
+    assert "| 64 | full | 512 | **330** | 300 | 200 | – | 150 | 1.10× |" in report.markdown_table(results, True)
+    readme = tmp_path / "README.md"
+    readme.write_text(f"above\n{report.START_MARKER}\nold\n{report.END_MARKER}\nbelow\n")
+    assert report.update_markers(readme, text)
+    assert not report.update_markers(readme, text)
+    assert readme.read_text() == f"above\n{report.START_MARKER}\n{text}\n{report.END_MARKER}\nbelow\n"
+    readme.write_text("no markers")
+    with pytest.raises(BenchError, match="forward-table:start"):
+        report.update_markers(readme, text)
+
+
+# ---------------------------------------------------------------- command line
+
+
+def run_cli(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    cli.add_parser(parser.add_subparsers(dest="command", required=True))
+    args = parser.parse_args(["bench", *arguments])
+    code: int = args.run(args)
+    return code
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_peers_give_reasons_without_a_gpu(no_gpu: None) -> None:
+    peers = all_peers()
+    assert tuple(peers) == NAMES == (OURS, *PEERS)
+    for peer in peers.values():
+        assert re.search("not installed|no CUDA device found", peer.available() or "")
+    assert peers[OURS].available() == peers["fa2"].available() == "no CUDA device found"
+
+
+@pytest.mark.parametrize("command", [["forward"], ["launch"], ["ablation"], ["tiles", "--configs", "128x128"]])
+def test_measuring_needs_a_hopper_gpu(no_gpu: None, capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
+    assert run_cli(*command) == cli.CANNOT_RUN
+    error = capsys.readouterr().err
+    assert error.startswith(f"flashhopper bench {command[0]}: needs a Hopper GPU")
+    assert "no CUDA device found" in error
+
+
+def test_plot_and_table_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    source, picture = tmp_path / "forward.json", tmp_path / "images" / "forward.png"
+    write_json(source, made_up_results().to_json())
+    assert run_cli("plot", "--input", str(source), "--output", str(picture)) == 0
+    content = picture.read_bytes()
+    assert content.startswith(b"\x89PNG")
+    assert len(content) > 20_000
+    assert run_cli("table", "--input", str(source), "--markdown") == 0
+    assert report.markdown_table(made_up_results()) in capsys.readouterr().out
+    assert run_cli("table", "--input", str(tmp_path / "none.json")) == cli.CANNOT_RUN
+    assert "none.json" in capsys.readouterr().err
+
+
+def test_wrong_arguments_are_one_line(no_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli("tiles", "--configs", "128") == cli.CANNOT_RUN
+    assert "tile '128'" in capsys.readouterr().err
+    assert run_cli("ablation", "--peers", "fa9") == cli.CANNOT_RUN
+    assert "there are fa4, fa3, cudnn, fa2" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run_cli("forward", "--seqlen", "0k")

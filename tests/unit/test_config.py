@@ -1,0 +1,222 @@
+"""Configurations: sizes as computed on paper, and what does not fit is refused with the limit and the number."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, fields, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashhopper.config import (
+    MAX_REGISTERS_PER_THREAD,
+    REGISTER_FILE,
+    SMEM_BYTES_PER_CTA,
+    ConfigError,
+    ForwardConfig,
+    KernelSpec,
+)
+
+D128 = ForwardConfig(tile_m=128, tile_n=128)
+
+
+@pytest.mark.parametrize(
+    "config, head_dim, head_dim_v, expected",
+    [
+        # barriers + Q + O + stages · (K + V)
+        (D128, 128, 128, 1024 + 32768 + 32768 + 2 * 2 * 32768),
+        (replace(D128, tma_store=False), 128, 128, 1024 + 32768 + 2 * 2 * 32768),
+        (replace(D128, num_stages=1), 128, 128, 1024 + 32768 + 32768 + 2 * 32768),
+        (replace(D128, num_q_stages=2), 128, 128, 1024 + 2 * 32768 + 32768 + 2 * 2 * 32768),
+        (ForwardConfig(192, 128), 64, 64, 1024 + 24576 + 24576 + 2 * 2 * 16384),
+        (ForwardConfig(128, 176, share_qo_smem=True), 128, 128, 1024 + 32768 + 2 * 2 * 45056),
+        (ForwardConfig(128, 80, share_qo_smem=True), 256, 256, 1024 + 65536 + 2 * 2 * 40960),
+        (ForwardConfig(128, 112, share_qo_smem=True), 192, 128, 1024 + 49152 + 2 * (43008 + 28672)),
+        (ForwardConfig(64, 64, share_qo_smem=True), 64, 256, 1024 + 32768 + 2 * (8192 + 32768)),  # O larger than Q
+    ],
+)
+def test_smem_bytes(config: ForwardConfig, head_dim: int, head_dim_v: int, expected: int) -> None:
+    assert config.smem_bytes(head_dim, head_dim_v) == expected
+
+
+def test_smem_bytes_of_one_byte_elements_is_half_beside_the_barriers() -> None:
+    two, one = D128.smem_bytes(128, 128), D128.smem_bytes(128, 128, element_bytes=1)
+    assert two - 1024 == 2 * (one - 1024)
+
+
+@pytest.mark.parametrize(
+    "tile_m, groups, threads, entry, producer, consumer",
+    [(64, 1, 256, 248, 56, 248), (128, 2, 384, 168, 40, 232), (192, 3, 512, 128, 32, 160)],
+)
+def test_registers(tile_m: int, groups: int, threads: int, entry: int, producer: int, consumer: int) -> None:
+    config = ForwardConfig(tile_m, 64)
+    assert (config.num_consumer_warpgroups, config.num_threads) == (groups, threads)
+    assert config.registers() == (entry, producer, consumer)
+    assert replace(config, reallocate_registers=False).registers() == (entry, entry, entry)
+    for count in config.registers():  # what setmaxnreg accepts
+        assert count % 8 == 0
+        assert 24 <= count <= MAX_REGISTERS_PER_THREAD
+    assert 128 * (producer + groups * consumer) <= entry * threads <= REGISTER_FILE
+
+
+@pytest.mark.parametrize(
+    "config, head_dim, head_dim_v, expected",
+    [
+        (D128, 128, 128, 64 + 32 + 64),  # S, P as pairs, O
+        (replace(D128, q_in_registers=True), 128, 128, 64 + 32 + 64 + 32),
+        (ForwardConfig(128, 80), 256, 256, 40 + 20 + 128),
+        (ForwardConfig(192, 128), 64, 64, 64 + 32 + 32),
+        (ForwardConfig(192, 128, q_in_registers=True), 64, 128, 64 + 32 + 64 + 16),
+    ],
+)
+def test_accumulator_registers(config: ForwardConfig, head_dim: int, head_dim_v: int, expected: int) -> None:
+    assert config.accumulator_registers(head_dim, head_dim_v) == expected
+
+
+FEASIBLE = [
+    (ForwardConfig(192, 128), 64, 64),
+    (D128, 128, 128),
+    (ForwardConfig(128, 176, share_qo_smem=True), 128, 128),
+    (ForwardConfig(128, 112, share_qo_smem=True), 192, 192),
+    (ForwardConfig(128, 80, share_qo_smem=True), 256, 256),
+    (ForwardConfig(64, 64), 128, 128),
+]
+
+
+@pytest.mark.parametrize("config, head_dim, head_dim_v", FEASIBLE)
+def test_feasible(config: ForwardConfig, head_dim: int, head_dim_v: int) -> None:
+    config.check_feasible(head_dim, head_dim_v)
+    assert config.smem_bytes(head_dim, head_dim_v) <= SMEM_BYTES_PER_CTA
+    free = config.registers().consumer - config.accumulator_registers(head_dim, head_dim_v)
+    assert free >= 16
+
+
+INFEASIBLE = [
+    (ForwardConfig(0, 128), 64, "tile_m=0 must be 64, 128 or 192"),
+    (ForwardConfig(100, 128), 64, "tile_m=100 must be 64, 128 or 192"),
+    (ForwardConfig(256, 64), 64, "tile_m=256 must be 64, 128 or 192"),  # its register sum once hung the card
+    (ForwardConfig(128, 8), 64, "tile_n=8 must be a multiple of 16 from 16 to 256"),
+    (ForwardConfig(128, 100), 64, "tile_n=100 must be a multiple of 16 from 16 to 256"),
+    (ForwardConfig(128, 272), 64, "tile_n=272 must be a multiple of 16 from 16 to 256"),
+    (ForwardConfig(128, 128, num_stages=0), 64, "num_stages=0 must be at least 1"),
+    (ForwardConfig(128, 128, num_q_stages=0), 64, "num_q_stages=0 must be at least 1"),
+    (ForwardConfig(128, 128, num_stages=3), 128, "needs 263168 bytes of shared memory, the card has 232448"),
+    (ForwardConfig(128, 80), 256, "needs 295936 bytes of shared memory, the card has 232448"),
+    (ForwardConfig(192, 128), 128, "S, P, O and Q take 160 of 160 registers, at least 16 must be left"),
+    (
+        ForwardConfig(128, 128, reallocate_registers=False),
+        128,
+        "S, P, O and Q take 160 of 168 registers, at least 16 must be left",
+    ),
+    (ForwardConfig(128, 64, q_in_registers=True, share_qo_smem=True), 64, "share_qo_smem would overwrite it"),
+    (ForwardConfig(128, 64, share_qo_smem=True, tma_store=False), 64, "share_qo_smem without tma_store"),
+    (ForwardConfig(128, 64, share_qo_smem=True, num_q_stages=2), 64, "num_q_stages must be 1"),
+    (ForwardConfig(128, 64, softmax="lazy", split_masked_loop=False), 64, "split_masked_loop=False leaves none"),
+]
+
+
+@pytest.mark.parametrize("config, head_dim, reason", INFEASIBLE)
+def test_infeasible(config: ForwardConfig, head_dim: int, reason: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        config.check_feasible(head_dim, head_dim)
+    assert reason in str(raised.value)
+    assert repr(config) in str(raised.value)
+    assert isinstance(raised.value, ValueError)
+
+
+def test_all_broken_limits_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as raised:
+        ForwardConfig(32, 8, num_stages=0).check_feasible(64, 64)
+    assert str(raised.value).count(";") == 2
+    with pytest.raises(ConfigError) as raised:
+        ForwardConfig(192, 256).check_feasible(256, 256)
+    assert "bytes of shared memory" in str(raised.value)
+    assert "registers, at least 16" in str(raised.value)
+
+
+def test_a_register_sum_above_the_launch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compiles and hangs the card; no built-in row has it, so one is made."""
+    monkeypatch.setattr("flashhopper.config._ROLE_REGISTERS", {2: (48, 240)})
+    with pytest.raises(ConfigError, match="setmaxnreg hands out 67584 of 64512 registers"):
+        D128.check_feasible(128, 128)
+
+
+@given(
+    tile_m=st.integers(0, 320).map(lambda n: n // 8 * 8),
+    tile_n=st.integers(0, 40).map(lambda n: 8 * n),
+    num_stages=st.integers(0, 4),
+    head_dim=st.sampled_from([64, 96, 128, 192, 256]),
+    head_dim_v=st.sampled_from([64, 96, 128, 192, 256]),
+    flags=st.tuples(*[st.booleans()] * 4),
+)
+def test_whatever_passes_fits_the_card(
+    tile_m: int, tile_n: int, num_stages: int, head_dim: int, head_dim_v: int, flags: tuple[bool, ...]
+) -> None:
+    names = ("q_in_registers", "share_qo_smem", "reallocate_registers", "tma_store")
+    config = ForwardConfig(tile_m, tile_n, num_stages, **dict(zip(names, flags, strict=True)))
+    try:
+        config.check_feasible(head_dim, head_dim_v)
+    except ConfigError:
+        return
+    entry, producer, consumer = config.registers()
+    ring = 2 * num_stages * tile_n * (head_dim + head_dim_v)
+    assert ring + 2 * tile_m * head_dim < SMEM_BYTES_PER_CTA
+    assert 128 * producer + 2 * tile_m * consumer <= entry * (128 + 2 * tile_m) <= REGISTER_FILE
+    assert tile_m in (64, 128, 192)
+    assert tile_n in range(16, 257, 16)
+
+
+SPEC: dict[str, Any] = {"dtype": "bfloat16", "head_dim": 128, "head_dim_v": 128, "causal": True, "config": D128}
+
+
+def test_spec_is_a_key() -> None:
+    spec = KernelSpec(**SPEC)
+    same = KernelSpec(**(SPEC | {"config": ForwardConfig(tile_m=128, tile_n=128)}))
+    assert spec == same
+    assert hash(spec) == hash(same)
+    assert {spec: 1}[same] == 1
+    with pytest.raises(FrozenInstanceError):
+        spec.causal = False  # type: ignore[misc]
+
+
+def test_every_field_is_part_of_the_key() -> None:
+    changed_config = {
+        "tile_m": 64,
+        "tile_n": 64,
+        "num_stages": 1,
+        "num_q_stages": 2,
+        "q_in_registers": True,
+        "share_qo_smem": True,
+        "scheduler": "single",
+        "softmax": "lazy",
+        "warpgroup_order": "ping_pong",
+        "overlap_gemm_softmax": False,
+        "split_masked_loop": False,
+        "reallocate_registers": False,
+        "tma_store": False,
+    }
+    assert set(changed_config) == {field.name for field in fields(ForwardConfig)}
+    exact = replace(D128, softmax="exact")  # goes with every other field's change
+    spec = KernelSpec(**(SPEC | {"head_dim": 64, "head_dim_v": 64, "config": exact}))
+    others = [replace(spec, config=replace(exact, **{name: value})) for name, value in changed_config.items()]
+    others += [replace(spec, head_dim=96), replace(spec, head_dim_v=96), replace(spec, causal=False)]
+    others += [replace(spec, dtype="float16")]
+    assert len({spec, *others}) == 1 + len(others) == 1 + 13 + 4
+
+
+def test_spec_refuses_what_cannot_run() -> None:
+    with pytest.raises(ConfigError, match=r"dtype='float32': accepted are bfloat16, float16"):
+        KernelSpec(**(SPEC | {"dtype": "float32"}))
+    with pytest.raises(ConfigError, match=r"softmax='lazy' lets P grow to 2\*\*30, float16 ends at 65504"):
+        KernelSpec(**(SPEC | {"dtype": "float16"}))
+    with pytest.raises(ConfigError, match="needs 345088 bytes of shared memory"):
+        KernelSpec(**(SPEC | {"head_dim": 256, "head_dim_v": 192}))
+    exact = KernelSpec(**(SPEC | {"dtype": "float16", "config": replace(D128, softmax="exact")}))
+    assert exact.config.softmax == "exact"
+
+
+def test_spec_name() -> None:
+    assert KernelSpec(**SPEC).name == "fwd_bfloat16_d128x128_causal_128x128"
+    full = KernelSpec(**(SPEC | {"causal": False, "head_dim_v": 64, "config": ForwardConfig(128, 112)}))
+    assert full.name == "fwd_bfloat16_d128x64_full_128x112"
