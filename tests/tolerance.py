@@ -33,9 +33,9 @@ def assert_close_to_reference(
 def assert_within_own_roundings(x: torch.Tensor, ref: torch.Tensor, ref_lse: torch.Tensor, v: torch.Tensor) -> None:
     """An output within what the kernel's own roundings allow, for adversarial inputs.
 
-    There the rule above says little. T may be exact by luck: where one key takes all, its P is 1, while a large or a lazy
-    reference leaves another P to round. Or T is useless: large scores in bf16. The kernel rounds P and O to V's dtype,
-    each by half a unit in the last place, and the scores to fp32.
+    There the rule above says little. T may be exact by luck: where one key takes all, its P is 1, while a large or a
+    lazy reference leaves another P to round. Or T is useless: large scores in bf16. The kernel rounds P and O to V's
+    dtype, each by half a unit in the last place, and the scores to fp32.
     """
     assert x.isfinite().all(), f"{int((~x.isfinite()).sum())} of {x.numel()} values are not finite"
     largest_logit = _largest_error(ref_lse, torch.zeros_like(ref_lse))

@@ -27,15 +27,15 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """Exact attention: ``softmax(softmax_scale · q kᵀ + mask) v``, as in FlashAttention-3 (Shah et al. 2024, section 3).
+    """Exact attention: ``softmax(softmax_scale · q kᵀ + mask) v``, as in FlashAttention-3 (Shah et al. 2024, sec. 3).
 
     CUDA tensors run through the Hopper kernels, on torch's current stream and without host synchronisation; CPU tensors
     through the reference, with the same semantics and errors.
 
     Args:
-        q: ``(batch, seqlen_q, heads, head_dim)``, bfloat16 or float16 (on the CPU also float32 and float64). Any strides with
-            a contiguous last dimension. A base address or stride that is no multiple of 16 bytes, which TMA cannot load,
-            costs one copy of that tensor.
+        q: ``(batch, seqlen_q, heads, head_dim)``, bfloat16 or float16 (on the CPU also float32 and float64). Any
+            strides with a contiguous last dimension. A base address or stride that is no multiple of 16 bytes, which
+            TMA cannot load, costs one copy of that tensor.
         k: ``(batch, seqlen_k, heads_k, head_dim)``; ``heads`` must be a multiple of ``heads_k`` (GQA, MQA).
         v: ``(batch, seqlen_k, heads_k, head_dim_v)``. Both head dims are multiples of 8 from 8 to 256.
         softmax_scale: factor on q·k, finite and at least 0; None is ``head_dim ** -0.5``.
@@ -48,9 +48,9 @@ def flash_attn_func(
         return_lse: return ``(out, lse)``.
 
     Returns:
-        out ``(batch, seqlen_q, heads, head_dim_v)`` in q's dtype; on request also lse ``(batch, heads, seqlen_q)``, float32
-        (float64 for float64 inputs), the natural logarithm of the softmax's denominator. A query row that sees no key gives
-        out 0 and LSE -inf.
+        out ``(batch, seqlen_q, heads, head_dim_v)`` in q's dtype; on request also lse ``(batch, heads, seqlen_q)``,
+        float32 (float64 for float64 inputs), the natural logarithm of the softmax's denominator. A query row that sees
+        no key gives out 0 and LSE -inf.
 
     Raises:
         TypeError: a wrong type or dtype.

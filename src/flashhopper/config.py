@@ -36,8 +36,8 @@ class RegisterBudget(NamedTuple):
     consumer: int
 
 
-# Consumer and producer registers by the number of consumer warpgroups. With 2 the producer keeps 40: at 24 the tile
-# scheduler's addresses spilled. Totals equal the registers allocated at entry, the most that setmaxnreg may hand out.
+# Producer and consumer registers by the number of consumer warpgroups; setmaxnreg may not hand out more than the launch
+# allocated at entry. With 2 the producer keeps 40: at 24 the tile scheduler's addresses spilled.
 _ROLE_REGISTERS = {1: (56, 248), 2: (40, 232), 3: (32, 160)}
 
 
@@ -45,8 +45,8 @@ _ROLE_REGISTERS = {1: (56, 248), 2: (40, 232), 3: (32, 160)}
 class ForwardConfig:
     """How the forward kernel cuts and orders the work. Each field switches one technique.
 
-    ``tile_m`` × ``tile_n`` is the block of the score matrix one CTA works on: ``tile_m // 64`` consumer warpgroups of 64
-    query rows each, against ``tile_n`` keys.
+    ``tile_m`` × ``tile_n`` is the block of the score matrix one CTA works on: ``tile_m // 64`` consumer warpgroups of
+    64 query rows each, against ``tile_n`` keys.
     """
 
     tile_m: int
@@ -61,6 +61,8 @@ class ForwardConfig:
     """Stage O in Q's shared memory (where both do not fit); the next Q then waits for the store to have read it."""
     scheduler: Scheduler = "dynamic"
     """``single``: one CTA per tile; ``static``: persistent, strided; ``dynamic``: persistent, atomic tile counter."""
+    group_waves: int = 2
+    """Size of the group of heads worked on at a time: as many as give each CTA this many tiles, if L2 holds them."""
     softmax: Softmax = "lazy"
     """``exact``: online softmax; ``lazy``: row maximum of the first blocks kept as reference, tile redone if unsafe."""
     warpgroup_order: WarpgroupOrder = "stagger"
@@ -69,6 +71,8 @@ class ForwardConfig:
     """Issue S of the next block before P·V of this one, so that softmax runs under a GEMM (the paper's 2 stages)."""
     split_masked_loop: bool = True
     """Run blocks that no mask cuts through a loop without masking. Off: every block is masked."""
+    prefetch_scores: bool = False
+    """Issue the next tile's first Q·Kᵀ before this tile's O leaves. Needs 2 buffers of Q."""
     reallocate_registers: bool = True
     """``setmaxnreg``: registers move from the producer to the consumers."""
     tma_store: bool = True
@@ -111,7 +115,7 @@ class ForwardConfig:
             problems.append(f"tile_m={self.tile_m} must be 64, 128 or 192")
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             problems.append(f"tile_n={self.tile_n} must be a multiple of 16 from 16 to 256")
-        for name in ("num_stages", "num_q_stages"):
+        for name in ("num_stages", "num_q_stages", "group_waves"):
             if getattr(self, name) < 1:
                 problems.append(f"{name}={getattr(self, name)} must be at least 1")
         if problems:
@@ -130,6 +134,8 @@ class ForwardConfig:
             problems.append("q_in_registers frees Q's buffer for the next tile, share_qo_smem would overwrite it")
         if self.share_qo_smem and self.num_q_stages > 1:
             problems.append("share_qo_smem stages O in the only buffer of Q, num_q_stages must be 1")
+        if self.prefetch_scores and (self.num_q_stages < 2 or self.q_in_registers):
+            problems.append("prefetch_scores reads the next Q beside this one: num_q_stages=2, q_in_registers=False")
         if self.share_qo_smem and not self.tma_store:
             problems.append("share_qo_smem without tma_store has nothing to share")
         if self.softmax == "lazy" and not self.split_masked_loop:
@@ -156,6 +162,10 @@ class KernelSpec:
             raise ConfigError(f"dtype={self.dtype!r}: accepted are {', '.join(ELEMENT_BYTES)}")
         if self.dtype == "float16" and self.config.softmax == "lazy":
             raise ConfigError("softmax='lazy' lets P grow to 2**30, float16 ends at 65504: use softmax='exact'")
+        for name in ("head_dim", "head_dim_v"):
+            value = getattr(self, name)
+            if value % 32 or not 64 <= value <= 256:
+                raise ConfigError(f"{name}={value} must be a multiple of 32 from 64 to 256; TMA pads what is smaller")
         self.config.check_feasible(self.head_dim, self.head_dim_v)
 
     @property

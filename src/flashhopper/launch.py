@@ -15,7 +15,7 @@ from flashhopper.heuristics import select_spec
 from flashhopper.problem import AttentionOptions, AttentionProblem, TensorFacts
 
 LOG2_E = 1.4426950408889634
-# A scale of 0 would turn a masked score's -inf into NaN. This one rounds every finite score's exponent to 0 just the same.
+# A scale of 0 would turn a masked score's -inf into NaN. This one gives every score below 1e23 a weight of 1 as well.
 SMALLEST_SCALE = 1e-30
 TMA_ALIGNMENT = 16  # bytes: base address and strides (CUDA driver API, cuTensorMapEncodeTiled)
 HOPPER = (9, 0)
@@ -30,12 +30,19 @@ def forward(
 
     Returns out ``(batch, seqlen_q, heads, head_dim_v)`` in q's dtype and LSE ``(batch, heads, seqlen_q)`` fp32.
     """
-    return _plan(AttentionProblem.from_tensors(q, k, v, options), config)(q, k, v)
+    problem = AttentionProblem.from_tensors(q, k, v, options)
+    try:
+        # Types are part of the key: 1 == True, but only one of them is a valid `causal`.
+        plan = _plan(problem, tuple(map(type, options)), config)
+    except TypeError:
+        problem.validate()  # an unhashable option; this names it
+        raise
+    return plan(q, k, v)
 
 
 @lru_cache(maxsize=4096)
 def _plan(
-    problem: AttentionProblem, config: ForwardConfig | None
+    problem: AttentionProblem, option_types: tuple[type, ...], config: ForwardConfig | None
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], ForwardResult]:
     """Validate, choose and compile; cached by the problem itself. Errors are not cached."""
     problem.validate()
@@ -105,7 +112,7 @@ class _KernelPlan:
 
 
 class _TmaView:
-    """Makes a tensor's strides fit TMA: multiples of 16 bytes. A stride that matters and does not fit costs one copy."""
+    """Makes a tensor's strides fit TMA, multiples of 16 bytes. One that matters and does not fit costs one copy."""
 
     def __init__(self, facts: TensorFacts):
         unit = TMA_ALIGNMENT // facts.dtype.itemsize

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from flashhopper.config import Dtype
 
 MAX_HEAD_DIM = 256
+MAX_SOFTMAX_SCALE = 2.0**100  # its product with a score of ordinary size is a float32
 MAX_EXTENT = 2**31 - 1  # rows, heads and tiles are counted in 32 bits; offsets in elements are 64-bit
 DTYPES: dict[torch.dtype, Dtype] = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 CPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -176,8 +176,8 @@ class AttentionProblem(NamedTuple):
         if scale is not None:
             if isinstance(scale, bool) or not isinstance(scale, (int, float)):
                 raise TypeError(f"softmax_scale must be a float or None, got {type(scale).__name__}")
-            if not (math.isfinite(scale) and scale >= 0.0):
-                raise ValueError(f"softmax_scale is {scale}; accepted is a finite number of at least 0, or None")
+            if not 0 <= scale <= MAX_SOFTMAX_SCALE:  # also false for NaN
+                raise ValueError(f"softmax_scale is {scale}; accepted are numbers from 0 to 2**100, or None")
         for name in ("causal", "deterministic"):
             value = getattr(options, name)
             if not isinstance(value, bool):
@@ -186,12 +186,21 @@ class AttentionProblem(NamedTuple):
             raise TypeError(f"sm_margin must be an int, got {type(options.sm_margin).__name__}")
         if options.sm_margin < 0:
             raise ValueError(f"sm_margin is {options.sm_margin}; accepted is a number of SMs of at least 0")
-        if options.pack_gqa not in (None, False, True):
-            raise TypeError(f"pack_gqa must be None or a bool, got {type(options.pack_gqa).__name__}")
-        for name, default in AttentionOptions._field_defaults.items():
+        for name, (types, accepted) in _LATER.items():
             value = getattr(options, name)
-            if name in _LATER and value != default and not (name == "pack_gqa" and value is False):
-                raise NotImplementedError(f"{name}={value!r} is not there yet; accepted today is {default!r}")
+            if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+                names = " or ".join(t.__name__ for t in types)
+                raise TypeError(f"{name} must be {names}, got {type(value).__name__}")
+            if value not in accepted:
+                today = " and ".join(map(repr, accepted))
+                raise NotImplementedError(f"{name}={value!r} is not there yet; accepted today: {today}")
 
 
-_LATER = ("window_size", "attention_chunk", "softcap", "num_splits", "pack_gqa")
+# Options that are not there yet: their types, and the values that ask for nothing.
+_LATER: dict[str, tuple[tuple[type, ...], tuple[object, ...]]] = {
+    "window_size": ((tuple,), ((-1, -1),)),
+    "attention_chunk": ((int,), (0,)),
+    "softcap": ((float, int), (0.0,)),
+    "num_splits": ((int,), (1,)),
+    "pack_gqa": ((type(None), bool), (None, False)),
+}

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from flashhopper.config import ForwardConfig
+from flashhopper.config import ROWS_PER_WARPGROUP, ForwardConfig
 
 CHUNK_SCORES = 2**24
 """Scores held at once (64 MiB in fp32): query rows are cut so that memory grows with the inputs, not their product."""
@@ -99,7 +99,7 @@ def _attend_rows(
 
 
 class _Tile(NamedTuple):
-    """Running state of one query tile for every batch and head: ``(b, hk, group, tile_m, 1 or dv)``, fp32."""
+    """Running state of some query rows for every batch and head: ``(b, hk, group, rows, 1 or dv)``, fp32."""
 
     row_max: torch.Tensor
     """What the exponents subtract, in log2 units: the running maximum, or the lazy softmax's reference."""
@@ -112,7 +112,7 @@ class _Tile(NamedTuple):
         return _Tile(row_max, self.row_sum * scores_scale, self.acc_O * scores_scale)
 
     def moved(self) -> _Tile:
-        """Move the reference of each row by log2 of its sum, in the tiles where a sum has grown too large."""
+        """Move the reference of each row by log2 of its sum, in the warpgroups where a sum has grown too large."""
         fire = (self.row_sum > MOVE_ABOVE).any(dim=-2, keepdim=True)
         new = self.rescaled(self.row_max + torch.log2(self.row_sum.clamp_min(1.0)))
         trusted = new.row_sum.masked_fill(self.row_sum >= SAFE_SUMS[1], math.nan)  # NaN for good: the tile is redone
@@ -120,7 +120,7 @@ class _Tile(NamedTuple):
         return new.where(fire.squeeze((-2, -1)), self)
 
     def where(self, chosen: torch.Tensor, other: _Tile) -> _Tile:
-        """This state in the tiles ``chosen (b, hk, group)``, the other state elsewhere."""
+        """This state for the heads ``chosen (b, hk, group)``, the other state elsewhere."""
         pairs = zip(self, other, strict=True)
         return _Tile(*(torch.where(chosen[..., None, None], mine, theirs) for mine, theirs in pairs))
 
@@ -131,7 +131,7 @@ class _Tile(NamedTuple):
         return self._replace(row_sum=self.row_sum + p.sum(dim=-1, keepdim=True), acc_O=acc)
 
     def is_safe(self, ends: torch.Tensor) -> torch.Tensor:
-        """Per tile ``(b, hk, group)``: does the lazy softmax's result hold for each of its rows?"""
+        """Per head ``(b, hk, group)``: does the lazy softmax's result hold for each of these rows?"""
         low, high = SAFE_SUMS
         sums_hold = (self.row_sum > low) & (self.row_sum < high) | (ends[:, None] <= 0)
         return (sums_hold & self.acc_O.isfinite().all(dim=-1, keepdim=True)).flatten(-2).all(dim=-1)
@@ -148,6 +148,9 @@ class _Blocks(NamedTuple):
     """``(b, hk, 1, n_blocks * tile_n, dv)``"""
     ends: torch.Tensor
     """Per row, the number of keys it sees (0 or less: none)."""
+    seqlen_q: int
+    seqlen_k: int
+    causal: bool
     scale_log2: float
     tile_m: int
     tile_n: int
@@ -166,8 +169,6 @@ def emulate_forward(
 
     Of ``config`` the tile sizes and the softmax policy count; the rest changes when things happen, not the result.
     """
-    from flashhopper.kernels.block_range import key_blocks  # here: CPU users of attention() need not load cutlass
-
     seqlen_q = q.shape[1]
     seqlen_k, heads_k = k.shape[1:3]
     tile_m, tile_n = config.tile_m, config.tile_n
@@ -179,6 +180,9 @@ def emulate_forward(
         k=_grouped(_padded(k, tile_n), heads_k),
         v=_grouped(_padded(v, tile_n), heads_k),
         ends=(rows + 1 + seqlen_k - seqlen_q if causal else torch.full_like(rows, seqlen_k)).clamp_max(seqlen_k),
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        causal=causal,
         scale_log2=float(torch.tensor(softmax_scale * LOG2_E, dtype=torch.float32)),
         tile_m=tile_m,
         tile_n=tile_n,
@@ -187,15 +191,13 @@ def emulate_forward(
     lse = torch.empty(batch, heads_k, group, rows_padded, device=q.device)
     redone = 0
     for m_block in range(rows_padded // tile_m):
-        visited = key_blocks(m_block, seqlen_q, max(seqlen_k, 1), tile_m=tile_m, tile_n=tile_n, causal=causal)
         at = slice(m_block * tile_m, (m_block + 1) * tile_m)
-        lazy = visited.num_unmasked if config.softmax == "lazy" else 0
-        tile = _run_tile(blocks, at, visited.num_blocks, lazy)
+        tile = _run_tile(blocks, at, lazy=config.softmax == "lazy")
         if config.softmax == "lazy":
             failed = ~tile.is_safe(blocks.ends[at])
             redone += int(failed.sum())
             if failed.any():
-                tile = _run_tile(blocks, at, visited.num_blocks, lazy=0).where(failed, tile)
+                tile = _run_tile(blocks, at, lazy=False).where(failed, tile)
         inverse = torch.where(tile.row_sum == 0, 0.0, 1.0 / tile.row_sum)
         out[..., at, :] = tile.acc_O * inverse
         lse[..., at] = ((tile.row_max + torch.log2(tile.row_sum)) * (1.0 / LOG2_E)).squeeze(-1)
@@ -203,15 +205,34 @@ def emulate_forward(
     return out, lse[..., :seqlen_q].flatten(1, 2), redone
 
 
-def _run_tile(blocks: _Blocks, at: slice, n: int, lazy: int) -> _Tile:
-    """Key blocks n - 1 … 0 for one query tile: the ordinary online softmax, the last ``lazy`` visited without a max."""
+def _run_tile(blocks: _Blocks, at: slice, lazy: bool) -> _Tile:
+    """The query rows ``at``, one warpgroup after another: each visits its own range of key blocks."""
+    from flashhopper.kernels.block_range import key_blocks  # here: CPU users of attention() need not load cutlass
+
+    warpgroups = []
+    for first_row in range(at.start, at.stop, ROWS_PER_WARPGROUP):
+        num_blocks, num_unmasked = key_blocks(
+            first_row,
+            blocks.seqlen_q,
+            max(blocks.seqlen_k, 1),
+            num_rows=ROWS_PER_WARPGROUP,
+            tile_n=blocks.tile_n,
+            causal=blocks.causal,
+        )
+        rows = slice(first_row, first_row + ROWS_PER_WARPGROUP)
+        warpgroups.append(_run_warpgroup(blocks, rows, num_blocks, num_unmasked if lazy else 0))
+    return _Tile(*(torch.cat(parts, dim=-2) for parts in zip(*warpgroups, strict=True)))
+
+
+def _run_warpgroup(blocks: _Blocks, at: slice, num_blocks: int, num_lazy: int) -> _Tile:
+    """Key blocks from the last to the first: the ordinary online softmax, then the lazy one in the first blocks."""
     q = blocks.q[..., at, :].float()
     start = torch.zeros_like(q[..., :1])
     tile = _Tile(start + NO_KEY_YET, start, start.expand(*start.shape[:-1], blocks.v.shape[-1]))
-    for n_block in reversed(range(n)):
+    for n_block in reversed(range(num_blocks)):
         keys = slice(n_block * blocks.tile_n, (n_block + 1) * blocks.tile_n)
         acc_S = q @ blocks.k[..., keys, :].float().transpose(-1, -2)
-        if n_block < lazy:
+        if n_block < num_lazy:
             tile = tile.moved()
             exponents = _fused_multiply_subtract(acc_S, blocks.scale_log2, tile.row_max)
         else:

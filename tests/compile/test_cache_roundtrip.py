@@ -12,7 +12,7 @@ import pytest
 import torch
 from scale_kernel import compile_scale
 
-from flashhopper import kernel_binary
+from flashhopper import compiler, kernel_binary
 from flashhopper.compiler import KernelCache
 from flashhopper.config import ForwardConfig, KernelSpec
 from flashhopper.inspect_kernel import compile_report
@@ -23,8 +23,10 @@ SPEC = KernelSpec("bfloat16", 128, 128, True, ForwardConfig(128, 128))
 
 LOAD = """
 import sys, torch
+from flashhopper import compiler
 from flashhopper.compiler import KernelCache
 from flashhopper.config import ForwardConfig, KernelSpec
+compiler._sources = compiler.source_digest = lambda: "digest"
 
 def compile_function(spec):
     raise AssertionError("compiled instead of loaded")
@@ -41,6 +43,8 @@ print("cutlass" in sys.modules)
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FLASHHOPPER_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiler, "source_digest", lambda: "digest")  # the sources may be edited while tests run
+    monkeypatch.setattr(compiler, "_sources", lambda: "digest")
     return tmp_path
 
 

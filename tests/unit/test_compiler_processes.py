@@ -40,6 +40,7 @@ from flashhopper import compiler, kernel_binary
 from flashhopper.compiler import KernelCache
 from flashhopper.config import ForwardConfig, KernelSpec
 kernel_binary._LINKERS = ()
+compiler._sources = compiler.source_digest = lambda: "digest"
 ready, go = map(Path, sys.argv[1:])
 def compile_function(spec):
     ready.touch()
@@ -79,6 +80,7 @@ import logging, os, sys
 from flashhopper import compiler, kernel_binary
 from flashhopper.config import ForwardConfig, KernelSpec
 kernel_binary._LINKERS = ()
+compiler._sources = compiler.source_digest = lambda: "digest"
 
 def compile_once(case):
     os.environ["FLASHHOPPER_CACHE_DIR"] = os.path.join(sys.argv[1], case)

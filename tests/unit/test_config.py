@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError, fields, replace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -81,6 +81,7 @@ FEASIBLE = [
     (ForwardConfig(128, 112, share_qo_smem=True), 192, 192),
     (ForwardConfig(128, 80, share_qo_smem=True), 256, 256),
     (ForwardConfig(64, 64), 128, 128),
+    (ForwardConfig(192, 128, num_q_stages=2, prefetch_scores=True), 64, 64),
 ]
 
 
@@ -113,6 +114,8 @@ INFEASIBLE = [
     (ForwardConfig(128, 64, share_qo_smem=True, tma_store=False), 64, "share_qo_smem without tma_store"),
     (ForwardConfig(128, 64, share_qo_smem=True, num_q_stages=2), 64, "num_q_stages must be 1"),
     (ForwardConfig(128, 64, softmax="lazy", split_masked_loop=False), 64, "split_masked_loop=False leaves none"),
+    (ForwardConfig(128, 64, prefetch_scores=True), 64, "prefetch_scores reads the next Q beside this one"),
+    (ForwardConfig(128, 64, num_q_stages=2, prefetch_scores=True, q_in_registers=True), 64, "q_in_registers=False"),
 ]
 
 
@@ -180,29 +183,22 @@ def test_spec_is_a_key() -> None:
         spec.causal = False  # type: ignore[misc]
 
 
+def another(value: Any, type_hint: Any) -> Any:
+    """A different value of the same type."""
+    if isinstance(value, str):
+        return next(choice for choice in get_args(type_hint) if choice != value)
+    return not value if isinstance(value, bool) else value + 64
+
+
 def test_every_field_is_part_of_the_key() -> None:
-    changed_config = {
-        "tile_m": 64,
-        "tile_n": 64,
-        "num_stages": 1,
-        "num_q_stages": 2,
-        "q_in_registers": True,
-        "share_qo_smem": True,
-        "scheduler": "single",
-        "softmax": "lazy",
-        "warpgroup_order": "ping_pong",
-        "overlap_gemm_softmax": False,
-        "split_masked_loop": False,
-        "reallocate_registers": False,
-        "tma_store": False,
-    }
-    assert set(changed_config) == {field.name for field in fields(ForwardConfig)}
-    exact = replace(D128, softmax="exact")  # goes with every other field's change
+    hints = get_type_hints(ForwardConfig)
+    changed = [replace(D128, **{f.name: another(getattr(D128, f.name), hints[f.name])}) for f in fields(ForwardConfig)]
+    assert len({D128, *changed}) == 1 + len(hints)
+    exact = replace(D128, softmax="exact")
     spec = KernelSpec(**(SPEC | {"head_dim": 64, "head_dim_v": 64, "config": exact}))
-    others = [replace(spec, config=replace(exact, **{name: value})) for name, value in changed_config.items()]
-    others += [replace(spec, head_dim=96), replace(spec, head_dim_v=96), replace(spec, causal=False)]
-    others += [replace(spec, dtype="float16")]
-    assert len({spec, *others}) == 1 + len(others) == 1 + 13 + 4
+    others = [replace(spec, head_dim=96), replace(spec, head_dim_v=96), replace(spec, causal=False)]
+    others += [replace(spec, dtype="float16"), replace(spec, config=D128)]
+    assert len({spec, *others}) == 1 + len(fields(KernelSpec))
 
 
 def test_spec_refuses_what_cannot_run() -> None:

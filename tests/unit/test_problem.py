@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from flashhopper import flash_attn_func
 from flashhopper.problem import MAX_EXTENT, AttentionOptions, AttentionProblem, TensorFacts
 
 BF16 = torch.bfloat16
@@ -181,21 +182,27 @@ WRONG_OPTIONS = [
     ("softmax_scale", "1", TypeError, ("float or None", "got str")),
     ("softmax_scale", True, TypeError, ("float or None", "got bool")),
     ("softmax_scale", torch.tensor(0.5), TypeError, ("float or None", "got Tensor")),
-    ("softmax_scale", -0.5, ValueError, ("is -0.5", "finite number of at least 0, or None")),
-    ("softmax_scale", float("inf"), ValueError, ("is inf", "finite")),
-    ("softmax_scale", float("nan"), ValueError, ("is nan", "finite")),
+    ("softmax_scale", -0.5, ValueError, ("is -0.5", "from 0 to 2**100, or None")),
+    ("softmax_scale", float("inf"), ValueError, ("is inf", "from 0 to 2**100")),
+    ("softmax_scale", float("nan"), ValueError, ("is nan", "from 0 to 2**100")),
+    ("softmax_scale", 1e300, ValueError, ("is 1e+300", "from 0 to 2**100")),
+    ("softmax_scale", 10**400, ValueError, ("from 0 to 2**100",)),
     ("causal", 1, TypeError, ("must be a bool", "got int")),
     ("causal", None, TypeError, ("must be a bool", "got NoneType")),
     ("deterministic", "yes", TypeError, ("must be a bool", "got str")),
     ("sm_margin", 1.0, TypeError, ("must be an int", "got float")),
     ("sm_margin", True, TypeError, ("must be an int", "got bool")),
     ("sm_margin", -1, ValueError, ("is -1", "at least 0")),
-    ("pack_gqa", "auto", TypeError, ("None or a bool", "got str")),
-    ("pack_gqa", True, NotImplementedError, ("pack_gqa=True", "accepted today is None")),
-    ("window_size", (128, 0), NotImplementedError, ("window_size=(128, 0)", "accepted today is (-1, -1)")),
-    ("attention_chunk", 64, NotImplementedError, ("attention_chunk=64", "accepted today is 0")),
-    ("softcap", 30.0, NotImplementedError, ("softcap=30.0", "accepted today is 0.0")),
-    ("num_splits", 4, NotImplementedError, ("num_splits=4", "accepted today is 1")),
+    ("pack_gqa", "auto", TypeError, ("NoneType or bool", "got str")),
+    ("pack_gqa", 0, TypeError, ("NoneType or bool", "got int")),
+    ("window_size", [-1, -1], TypeError, ("must be tuple", "got list")),
+    ("num_splits", True, TypeError, ("must be int", "got bool")),
+    ("softcap", "1", TypeError, ("float or int", "got str")),
+    ("pack_gqa", True, NotImplementedError, ("pack_gqa=True", "accepted today: None and False")),
+    ("window_size", (128, 0), NotImplementedError, ("window_size=(128, 0)", "accepted today: (-1, -1)")),
+    ("attention_chunk", 64, NotImplementedError, ("attention_chunk=64", "accepted today: 0")),
+    ("softcap", 30.0, NotImplementedError, ("softcap=30.0", "accepted today: 0.0")),
+    ("num_splits", 4, NotImplementedError, ("num_splits=4", "accepted today: 1")),
 ]
 
 
@@ -213,3 +220,18 @@ def test_wrong_options(name: str, value: Any, error: type[Exception], fragments:
 )
 def test_accepted_options_arrive_unchanged(name: str, value: Any) -> None:
     assert getattr(validate({}, **{name: value}).options, name) == value
+
+
+@pytest.mark.parametrize("name, good, bad", [("causal", True, 1), ("deterministic", False, 0), ("sm_margin", 1, True)])
+def test_equal_values_of_another_type_are_refused_after_a_good_call(name: str, good: Any, bad: Any) -> None:
+    """1 == True: a plan cached for the one must not serve the other."""
+    q = torch.randn(1, 4, 2, 8)
+    flash_attn_func(q, q, q, **{name: good})
+    with pytest.raises(TypeError, match=name):
+        flash_attn_func(q, q, q, **{name: bad})
+
+
+def test_an_unhashable_option_is_named() -> None:
+    q = torch.randn(1, 4, 2, 8)
+    with pytest.raises(TypeError, match="window_size must be tuple, got list"):
+        flash_attn_func(q, q, q, window_size=[-1, -1])

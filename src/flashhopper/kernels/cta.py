@@ -25,15 +25,14 @@ class Cta:
         self.seqlen_q, self.seqlen_k, self.heads_per_kv_head = extents
         self.may_fail = spec.config.softmax == "lazy"
 
-    def key_blocks(self, m_block: Int32) -> BlockRange:
-        """The key blocks that query rows of ``m_block`` visit."""
-        config = self.spec.config
+    def key_blocks(self, first_row: Int32, num_rows: int) -> BlockRange:
+        """The key blocks that ``num_rows`` query rows from ``first_row`` visit."""
         return key_blocks(
-            m_block,
+            first_row,
             self.seqlen_q,
             self.seqlen_k,
-            tile_m=config.tile_m,
-            tile_n=config.tile_n,
+            num_rows=num_rows,
+            tile_n=self.spec.config.tile_n,
             causal=self.spec.causal,
         )
 

@@ -3,7 +3,7 @@
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.tensor_utils import LayoutEnum
 
@@ -26,21 +26,11 @@ class Output:
 class Epilogue:
     """Writes the normalised rows of one warpgroup: 64 rows of the tile."""
 
-    def __init__(self, cta: Cta, output: Output, warpgroup: Int32, thread: Int32):
-        """``warpgroup`` counts consumer warpgroups, ``thread`` the threads inside one."""
-        self.cta, self.output, self.warpgroup, self.thread = cta, output, warpgroup, thread
-        self.lane = thread % 32
+    def __init__(self, cta: Cta, output: Output, warpgroup: Int32, is_storing_warp: Boolean, lane: Int32):
+        """``warpgroup`` counts consumer warpgroups; the storing warp, one of each, issues the TMA stores."""
+        self.cta, self.output, self.warpgroup = cta, output, warpgroup
+        self.is_storing_warp, self.lane = is_storing_warp, lane
         self.barrier = NamedBarrier.EPILOGUE + warpgroup
-        if const_expr(output.sO is not None):
-            self.element = output.sO.element_type
-            major, shape = OperandMajorMode.K, (ROWS_PER_WARPGROUP, cta.spec.head_dim_v)
-            mma = sm90.make_trivial_tiled_mma(self.element, self.element, major, major, Float32, (1, 1, 1), shape)
-            store = sm90.sm90_get_smem_store_op(LayoutEnum.ROW_MAJOR, self.element, Float32)
-            copy = cute.make_tiled_copy_C(store, mma).get_slice(thread)
-            self.store, self.tOsO = store, copy.partition_D(output.sO)
-            self.frag_O = cute.make_rmem_tensor(mma.partition_shape_C(shape), self.element)
-            self.tOrO = copy.retile(self.frag_O)
-            self.copy = copy
 
     @cute.jit
     def write_lse(self, rows_lse: cute.Tensor, row: Int32, head: Int32, batch: Int32):
@@ -53,17 +43,23 @@ class Epilogue:
     @cute.jit
     def write_by_tma(self, acc_O: cute.Tensor, m_block: Int32, head: Int32, batch: Int32):
         """Registers -> shared memory -> TMA, which drops the rows and columns past the tensor."""
+        element, shape = self.output.sO.element_type, (ROWS_PER_WARPGROUP, self.cta.spec.head_dim_v)
+        major = OperandMajorMode.K
+        mma = sm90.make_trivial_tiled_mma(element, element, major, major, Float32, (1, 1, 1), shape)
+        stmatrix = sm90.sm90_get_smem_store_op(LayoutEnum.ROW_MAJOR, element, Float32)
+        copy_O = cute.make_tiled_copy_C(stmatrix, mma).get_slice(ptx.reread_thread_index() % WARPGROUP_THREADS)
+        frag_O = cute.make_rmem_tensor(mma.partition_shape_C(shape), element)
         flat_O = cute.make_tensor(acc_O.iterator, cute.make_layout(cute.size(acc_O)))
-        for i in cutlass.range_constexpr(cute.size(self.frag_O)):
-            self.frag_O[i] = flat_O[i].to(self.element)
+        for i in cutlass.range_constexpr(cute.size(frag_O)):
+            frag_O[i] = flat_O[i].to(element)
         # The last store must be complete, not only have read its bytes: a redone tile writes the same addresses.
-        if self.thread < 32:
+        if self.is_storing_warp:
             ptx.bulk_store_wait()
         ptx.named_barrier_wait(self.barrier, WARPGROUP_THREADS)
-        cute.copy(self.copy, self.tOrO, self.tOsO[None, None, None, self.warpgroup])
+        cute.copy(copy_O, copy_O.retile(frag_O), copy_O.partition_D(self.output.sO)[None, None, None, self.warpgroup])
         ptx.fence_async_shared()
         ptx.named_barrier_wait(self.barrier, WARPGROUP_THREADS)
-        if self.thread < 32:
+        if self.is_storing_warp:
             gO_tiles = cute.local_tile(
                 self.output.gO[None, None, head, batch], (ROWS_PER_WARPGROUP, self.cta.spec.head_dim_v), (None, 0)
             )
@@ -93,5 +89,5 @@ class Epilogue:
     @cute.jit
     def wait_staging_read(self):
         """The storing warp: until TMA has read the staging tile."""
-        if self.thread < 32:
+        if self.is_storing_warp:
             ptx.bulk_store_wait_read()

@@ -9,7 +9,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-from flashhopper.config import ELEMENT_BYTES, ROWS_PER_WARPGROUP, WARPGROUP_THREADS, KernelSpec
+from flashhopper.config import ELEMENT_BYTES, ROWS_PER_WARPGROUP, KernelSpec
 from flashhopper.kernels.cta import Cta
 from flashhopper.kernels.epilogue import Output
 from flashhopper.kernels.load import Producer, TmaOperand
@@ -42,7 +42,7 @@ class ForwardKernel:
         max_ctas: Int32,
         stream: Any,
     ):
-        """q, k, v, o are ``(batch, seqlen, heads, head_dim)``, lse ``(batch, heads, seqlen_q)`` fp32, workspace int32 (4,)."""
+        """Tensors are ``(batch, seqlen, heads, head_dim)``, LSE ``(batch, heads, seqlen_q)``, workspace int32 (4,)."""
         spec, config = self.spec, self.spec.config
         layouts = TileLayouts.create(spec, self.element)
         self.storage = make_storage(spec, layouts, self.element)
@@ -61,9 +61,8 @@ class ForwardKernel:
                 (store, gO, layouts.O, (ROWS_PER_WARPGROUP, spec.head_dim_v)),
             )
         )
-        kv_row_bytes = ELEMENT_BYTES[spec.dtype] * (spec.head_dim + spec.head_dim_v)
         shape_Q, shape_K = (gQ.shape[0], gQ.shape[2], gQ.shape[3]), (gK.shape[0], gK.shape[2], gK.shape[3])
-        grid = TileGrid.create(shape_Q, shape_K, kv_row_bytes, config.tile_m, spec.causal)
+        grid = TileGrid.create(shape_Q, shape_K, spec, max_ctas)
         num_ctas = grid.num_tiles if config.scheduler == "single" else cutlass.min(grid.num_tiles, max_ctas)
         self.kernel(
             tma_tensors, mO, mLSE, workspace, self.make_mmas(), layouts, softmax_scale_log2, tuple(grid[:4])
@@ -121,7 +120,9 @@ class ForwardKernel:
             TmaRing(storage.v_barriers.data_ptr(), config.num_stages, config.tile_n * row_bytes_v),
         )
         mailbox = Mailbox(storage.mailbox.data_ptr(), storage.done_barriers.data_ptr(), config.num_q_stages)
-        scheduler = TileScheduler(config.scheduler, TileGrid(*grid, spec.causal), mailbox, workspace)
+        scheduler = TileScheduler(
+            config.scheduler, TileGrid(grid[0], grid[1], grid[2], grid[3], spec.causal), mailbox, workspace
+        )
         cta = Cta(spec, rings, scheduler, (gQ.shape[0], gK.shape[0], gQ.shape[2] // gK.shape[2]))
         cta.initialise_barriers()
 
@@ -142,13 +143,13 @@ class ForwardKernel:
                 cute.arch.setmaxregister_increase(registers.consumer)
             softmax = make_softmax(config.softmax, softmax_scale_log2)
             output = Output(tma_O, gO, sO, mO, mLSE)
-            Consumer(cta, Operands(*mmas, sQ, sK, sV), softmax, output, warpgroup_index - 1).run()
+            Consumer(cta, Operands(mmas[0], mmas[1], sQ, sK, sV), softmax, output, warpgroup_index - 1).run()
 
 
 def compile_forward(spec: KernelSpec, options: str = "--enable-tvm-ffi") -> Any:
     """Compile the kernel of a spec for the current target; needs neither a tensor nor a GPU.
 
-    The result takes ``(q, k, v, out, lse, workspace, softmax_scale_log2, max_ctas)`` and runs on torch's current stream.
+    The result takes ``(q, k, v, out, lse, workspace, softmax_scale_log2, max_ctas)``, on torch's current stream.
     """
     element = ELEMENTS[spec.dtype]
     batch, seqlen_q, seqlen_k, heads, heads_k = (cute.sym_int() for _ in range(5))

@@ -2,11 +2,12 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Constexpr, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from flashhopper.kernels.cta import Cta
 from flashhopper.kernels.pipeline import RingState
+from flashhopper.kernels.tile_scheduler import NO_TILE, PAUSE
 
 
 class TmaOperand:
@@ -44,18 +45,30 @@ class Producer:
             k_state, v_state = self.load_item(item, q_state, k_state, v_state)
             q_state = q_state.next()
             item = self.cta.scheduler.next_item(item, self.lane, self.cta.may_fail)
-        self.cta.q_ring.wait_empty(q_state)
-        if self.lane == 0:
-            self.cta.scheduler.mailbox.post_end(q_state.stage)
-            cute.arch.mbarrier_arrive(self.cta.q_ring.full + q_state.stage)
+            if const_expr(self.cta.may_fail):
+                if item.tile < 0:
+                    if const_expr(self.cta.spec.config.prefetch_scores):
+                        self.post_mark(q_state, PAUSE)  # consumers look ahead before they judge the item at hand
+                        q_state = q_state.next()
+                    item = self.cta.scheduler.last_redo(item, self.lane)
+        self.post_mark(q_state, NO_TILE)
         self.cta.scheduler.leave(self.lane)
         self.cta.v_ring.drain(v_state)  # V of the last block is the last stage to be released
+
+    @cute.jit
+    def post_mark(self, q_state: RingState, mark: Constexpr[int]):
+        """A mark in place of an item: Q's full barrier completes without bytes."""
+        self.cta.q_ring.wait_empty(q_state)
+        if self.lane == 0:
+            self.cta.scheduler.mailbox.post_mark(q_state.stage, mark)
+            cute.arch.mbarrier_arrive(self.cta.q_ring.full + q_state.stage)
 
     @cute.jit
     def load_item(self, item, q_state: RingState, k_state: RingState, v_state: RingState):
         """K of the last block first (Q's buffer may still be in use), then Q, then K and V in the consumers' order."""
         m_block, head, batch = self.cta.scheduler.grid.coord(item.tile)
-        num_blocks = self.cta.key_blocks(m_block).num_blocks
+        tile_m = self.cta.spec.config.tile_m
+        num_blocks = self.cta.key_blocks(m_block * tile_m, tile_m).num_blocks
         head_k = head // self.cta.heads_per_kv_head
         sQ, gQ = self.tma_Q.partition(head, batch)
         sK, gK = self.tma_K.partition(head_k, batch)

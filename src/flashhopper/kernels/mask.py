@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from flashhopper.kernels.values import minimum
 
@@ -34,11 +34,16 @@ class KeyMask:
     @cute.jit
     def apply(self, rows_S: cute.Tensor, n_block: Int32):
         """Set the scores of hidden keys of block ``n_block`` to -inf."""
-        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            end = self.end_key[r] - n_block * self.tile_n
-            for c in cutlass.range_constexpr(self.tile_n // 4):
-                visible = 8 * (c // 2) + c % 2 < end
+        # Columns outside, rows inside: where both rows share a comparison it is used at once, not kept in a register.
+        first_key = n_block * self.tile_n
+        for c in cutlass.range_constexpr(self.tile_n // 4):
+            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                visible = 8 * (c // 2) + c % 2 < self.end_key[r] - first_key
                 rows_S[r, c] = rows_S[r, c] if visible else -Float32.inf
+
+    def cuts_last_block(self, seqlen_k: Int32):
+        """Whether some key of the block visited first may be hidden; without a mask only a ragged end does that."""
+        return Boolean(True) if self.causal else seqlen_k % self.tile_n != 0
 
     def sees_no_key(self, r: int, lane: Int32):
         """Whether row ``r`` of this thread has no visible key at all."""

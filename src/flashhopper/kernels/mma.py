@@ -4,17 +4,19 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Float32, Int32, const_expr
+from cutlass import Boolean, Constexpr, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from flashhopper.config import ROWS_PER_WARPGROUP, WARPGROUP_THREADS
 from flashhopper.kernels import ptx
+from flashhopper.kernels.block_range import BlockRange
 from flashhopper.kernels.cta import Cta
 from flashhopper.kernels.epilogue import Epilogue, Output
 from flashhopper.kernels.mask import ROWS_PER_THREAD, KeyMask, rows_view
-from flashhopper.kernels.pipeline import RingState
+from flashhopper.kernels.pipeline import WARPS_PER_WARPGROUP, RingState
 from flashhopper.kernels.smem import NamedBarrier
 from flashhopper.kernels.softmax import ExactSoftmax
+from flashhopper.kernels.tile_scheduler import PAUSE
 
 
 class Operands(NamedTuple):
@@ -41,8 +43,8 @@ def gemm(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Ten
 class TurnTaking:
     """Named barriers that order the warpgroups, so that one's softmax runs under another's GEMMs.
 
-    ``ping_pong``: every block's GEMMs are issued in turn. ``stagger``: only the first GEMM of a tile waits, for the one of
-    the warpgroup before; from there they stay apart by themselves.
+    ``ping_pong``: every block's GEMMs are issued in turn. ``stagger``: only the first GEMM of a tile waits, for the one
+    of the warpgroup before; from there they stay apart by themselves.
     """
 
     def __init__(self, order: str, num_warpgroups: int, index: Int32):
@@ -91,9 +93,10 @@ class Consumer:
         tidx, _, _ = cute.arch.thread_idx()
         self.lane = tidx % 32
         consumer_thread = tidx - WARPGROUP_THREADS
-        self.first_row = ROWS_PER_WARPGROUP * index + 16 * (cute.arch.warp_idx() % 4) + self.lane // 4
         self.mma_QK, self.mma_PV = operands.mma_QK, operands.mma_PV
-        thr_QK, thr_PV = self.mma_QK.get_slice(consumer_thread), self.mma_PV.get_slice(consumer_thread)
+        # Operands in shared memory depend on the warpgroup alone; from its first thread they stay in uniform registers.
+        first_thread = WARPGROUP_THREADS * index
+        thr_QK, thr_PV = self.mma_QK.get_slice(first_thread), self.mma_PV.get_slice(first_thread)
         self.desc_K = self.mma_QK.make_fragment_B(thr_QK.partition_B(operands.sK))
         self.desc_V = self.mma_PV.make_fragment_B(thr_PV.partition_B(operands.sV))
         if const_expr(config.q_in_registers):
@@ -113,123 +116,145 @@ class Consumer:
         self.rows_lse = cute.make_rmem_tensor((ROWS_PER_THREAD,), Float32)
         self.mask = KeyMask(config.tile_n, spec.causal)
         self.turns = TurnTaking(config.warpgroup_order, config.num_consumer_warpgroups, index)
-        self.epilogue = Epilogue(cta, output, index, consumer_thread % WARPGROUP_THREADS)
+        is_storing_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS_PER_WARPGROUP == 0
+        self.epilogue = Epilogue(cta, output, index, is_storing_warp, self.lane)
 
     @cute.jit
     def run(self):
-        """Items from the mailbox until the end mark."""
+        """Items from the mailbox until the end mark. At the top of the loop acc_S holds the item's first scores."""
         config = self.cta.spec.config
         q_state = RingState.start(config.num_q_stages)
         k_state, v_state = RingState.start(config.num_stages), RingState.start(config.num_stages)
         self.turns.start()
         item = Int32(0)
-        self.cta.q_ring.wait(q_state)
-        m_block = self.cta.scheduler.mailbox.read_m_block(q_state.stage)
+        m_block = self.receive(q_state)
+        if m_block >= 0:
+            k_state, v_state = self.first_scores(m_block, q_state, k_state, v_state)
         while m_block >= 0:
-            k_state, v_state = self.attend(item, m_block, q_state, k_state, v_state)
+            k_state, v_state = self.visit_blocks(m_block, q_state, k_state, v_state)
+            m_block, q_state, k_state, v_state = self.finish(item, m_block, q_state, k_state, v_state)
             item += 1
-            q_state = q_state.next()
-            self.cta.q_ring.wait(q_state)
-            m_block = self.cta.scheduler.mailbox.read_m_block(q_state.stage)
-        if const_expr(self.cta.spec.config.tma_store):
+        if const_expr(config.tma_store):
             self.epilogue.wait_staging_read()  # shared memory must outlive the stores
 
     @cute.jit
-    def attend(self, item: Int32, m_block: Int32, q_state: RingState, k_state: RingState, v_state: RingState):
-        """One tile: the masked loop, the unmasked loop, the last P·V, and the results out."""
-        config = self.cta.spec.config
-        head, batch, exact = self.cta.scheduler.mailbox.read_rest(q_state.stage)
-        num_blocks, num_unmasked = self.cta.key_blocks(m_block)
-        if const_expr(not config.split_masked_loop):
-            num_unmasked = Int32(0)
-        if const_expr(self.cta.may_fail):
-            if exact != 0:
-                num_unmasked = Int32(0)
-        row = m_block * config.tile_m + self.first_row
-        self.mask.set_rows(row, self.lane, self.cta.seqlen_q, self.cta.seqlen_k)
-        if const_expr(config.q_in_registers):
-            cute.copy(self.copy_Q, self.tQsQ[None, None, None, q_state.stage], self.tQrQ)
-            self.cta.q_ring.release(q_state, self.lane)
-            a_Q = self.a_Q
-        else:
-            a_Q = self.desc_Q[None, None, None, q_state.stage]
+    def receive(self, q_state: RingState):
+        """Wait for the next item; its m_block, or a mark below 0."""
+        self.cta.q_ring.wait(q_state)
+        return self.cta.scheduler.mailbox.read_m_block(q_state.stage)
 
-        k_state = self.first_n_block(a_Q, k_state, num_blocks - 1)
-        for j in cutlass.range(1, num_blocks - num_unmasked, unroll=1):
-            k_state, v_state = self.one_n_block(a_Q, k_state, v_state, num_blocks - 1 - j, True)
-        for j in cutlass.range(num_blocks - num_unmasked, num_blocks, unroll=1):
-            k_state, v_state = self.one_n_block(a_Q, k_state, v_state, num_blocks - 1 - j, False)
-        if const_expr(not config.q_in_registers and not config.share_qo_smem):
-            self.cta.q_ring.release(q_state, self.lane)
-        v_state = self.finish(v_state, item, m_block, head, batch, exact)
-        if const_expr(config.share_qo_smem):
-            self.epilogue.wait_staging_read()
-            if self.epilogue.thread < 32:
-                self.cta.q_ring.release(q_state, self.lane)
-        return k_state, v_state
+    def own_blocks(self, m_block: Int32) -> BlockRange:
+        """The key blocks of this warpgroup's 64 rows."""
+        first_row = m_block * self.cta.spec.config.tile_m + ROWS_PER_WARPGROUP * self.index
+        return self.cta.key_blocks(first_row, ROWS_PER_WARPGROUP)
+
+    def num_skipped(self, m_block: Int32) -> Int32:
+        """Blocks loaded for the tile's later rows that this warpgroup's do not see."""
+        tile_m = self.cta.spec.config.tile_m
+        return self.cta.key_blocks(m_block * tile_m, tile_m).num_blocks - self.own_blocks(m_block).num_blocks
+
+    def q_operand(self, q_state: RingState) -> cute.Tensor:
+        """Q as WGMMA's A operand: registers, or descriptors of a stage."""
+        if self.cta.spec.config.q_in_registers:
+            return self.a_Q
+        return self.desc_Q[None, None, None, q_state.stage]
 
     @cute.jit
-    def first_n_block(self, a_Q: cute.Tensor, k_state: RingState, n_block: Int32):
-        """S and P of the block visited first; O starts at zero."""
-        self.softmax.reset()
+    def first_scores(self, m_block: Int32, q_state: RingState, k_state: RingState, v_state: RingState):
+        """S of the block an item visits first, with nothing to overlap it."""
+        if const_expr(self.cta.spec.config.q_in_registers):
+            cute.copy(self.copy_Q, self.tQsQ[None, None, None, q_state.stage], self.tQrQ)
+        for _ in cutlass.range(self.num_skipped(m_block), unroll=1):
+            self.cta.k_ring.wait(k_state)
+            self.cta.k_ring.release(k_state, self.lane)
+            self.turns.await_block()
+            self.turns.pass_block()
+            self.cta.v_ring.wait(v_state)
+            self.cta.v_ring.release(v_state, self.lane)
+            k_state, v_state = k_state.next(), v_state.next()
         self.cta.k_ring.wait(k_state)
         self.turns.await_tile()
         self.turns.await_block()
-        warpgroup.fence()
-        gemm(self.mma_QK, self.acc_S, a_Q, self.desc_K[None, None, None, k_state.stage], True)
+        self.issue_qk(q_state, k_state)
         self.turns.pass_block()
         warpgroup.wait_group(0)
         self.turns.pass_tile()
         self.cta.k_ring.release(k_state, self.lane)
-        self.mask.apply(self.rows_S, n_block)
+        return k_state.next(), v_state
+
+    @cute.jit
+    def issue_qk(self, q_state: RingState, k_state: RingState):
+        """S = Q Kᵀ as one WGMMA group."""
+        warpgroup.fence()
+        stage_K = self.desc_K[None, None, None, k_state.stage]
+        gemm(self.mma_QK, self.acc_S, self.q_operand(q_state), stage_K, True)
+
+    @cute.jit
+    def issue_pv(self, v_state: RingState):
+        """O += P V as one WGMMA group."""
+        warpgroup.fence()
+        gemm(self.mma_PV, self.acc_O, self.rP, self.desc_V[None, None, None, v_state.stage], False)
+
+    @cute.jit
+    def visit_blocks(self, m_block: Int32, q_state: RingState, k_state: RingState, v_state: RingState):
+        """P of every block and P·V of all but the last: the first block, the masked loop, the unmasked loop."""
+        config = self.cta.spec.config
+        num_blocks, num_unmasked = self.own_blocks(m_block)
+        if const_expr(not config.split_masked_loop):
+            num_unmasked = Int32(0)
+        if const_expr(self.cta.may_fail):
+            if self.cta.scheduler.mailbox.read_exact(q_state.stage) != 0:
+                num_unmasked = Int32(0)
+        self.mask.set_rows(self.first_row(m_block), self.lane, self.cta.seqlen_q, self.cta.seqlen_k)
+        self.softmax.reset()
+        if self.mask.cuts_last_block(self.cta.seqlen_k):
+            self.mask.apply(self.rows_S, num_blocks - 1)
         self.softmax.exact_step(self.rows_S)
         self.convert_p()
         self.acc_O.fill(0.0)
-        return k_state.next()
+        for j in cutlass.range(1, num_blocks - num_unmasked, unroll=1):
+            k_state, v_state = self.one_n_block(q_state, k_state, v_state, num_blocks - 1 - j, True)
+        for j in cutlass.range(num_blocks - num_unmasked, num_blocks, unroll=1):
+            k_state, v_state = self.one_n_block(q_state, k_state, v_state, num_blocks - 1 - j, False)
+        return k_state, v_state
+
+    def first_row(self, m_block: Int32) -> Int32:
+        """The first of this thread's two rows in the query sequence."""
+        tile_m = self.cta.spec.config.tile_m
+        thread = ptx.reread_thread_index() % WARPGROUP_THREADS
+        return m_block * tile_m + ROWS_PER_WARPGROUP * self.index + 16 * (thread // 32) + thread % 32 // 4
 
     @cute.jit
     def one_n_block(
-        self, a_Q: cute.Tensor, k_state: RingState, v_state: RingState, n_block: Int32, masked: Constexpr[bool]
+        self, q_state: RingState, k_state: RingState, v_state: RingState, n_block: Int32, masked: Constexpr[bool]
     ):
         """S of this block and P·V of the one before; softmax runs while P·V is in flight."""
         overlap = self.cta.spec.config.overlap_gemm_softmax
         if const_expr(not overlap):
-            v_state = self.last_pv(v_state)
+            self.cta.v_ring.wait(v_state)
+            self.issue_pv(v_state)
+            warpgroup.wait_group(0)
         self.cta.k_ring.wait(k_state)
         self.turns.await_block()
-        warpgroup.fence()
-        gemm(self.mma_QK, self.acc_S, a_Q, self.desc_K[None, None, None, k_state.stage], True)
+        self.issue_qk(q_state, k_state)
         if const_expr(overlap):
             self.cta.v_ring.wait(v_state)
-            warpgroup.fence()
-            gemm(self.mma_PV, self.acc_O, self.rP, self.desc_V[None, None, None, v_state.stage], False)
+            self.issue_pv(v_state)
         self.turns.pass_block()
         warpgroup.wait_group(1 if overlap else 0)
         self.cta.k_ring.release(k_state, self.lane)
-        rescale = cutlass.Boolean(True)
+        rescale = Boolean(True)
         if const_expr(masked):
             self.mask.apply(self.rows_S, n_block)
             self.softmax.exact_step(self.rows_S)
         else:
             rescale = self.softmax.unmasked_step(self.rows_S)
-        if const_expr(overlap):
-            warpgroup.wait_group(0)
-            self.cta.v_ring.release(v_state, self.lane)
-            v_state = v_state.next()
+        warpgroup.wait_group(0)
+        self.cta.v_ring.release(v_state, self.lane)
         if rescale:
             self.softmax.scale_rows(self.rows_O)
         self.convert_p()  # only now: P·V of the block before has read these registers
-        return k_state.next(), v_state
-
-    @cute.jit
-    def last_pv(self, v_state: RingState):
-        """O += P V with nothing to overlap it."""
-        self.cta.v_ring.wait(v_state)
-        warpgroup.fence()
-        gemm(self.mma_PV, self.acc_O, self.rP, self.desc_V[None, None, None, v_state.stage], False)
-        warpgroup.wait_group(0)
-        self.cta.v_ring.release(v_state, self.lane)
-        return v_state.next()
+        return k_state.next(), v_state.next()
 
     @cute.jit
     def convert_p(self):
@@ -241,18 +266,37 @@ class Consumer:
             packed_P[i] = ptx.pack_16bit(flat_S[2 * i], flat_S[2 * i + 1], self.rP.element_type)
 
     @cute.jit
-    def finish(self, v_state: RingState, item: Int32, m_block: Int32, head: Int32, batch: Int32, exact: Int32):
-        """The last P·V, verdict, late normalisation, O and LSE out."""
+    def finish(self, item: Int32, m_block: Int32, q_state: RingState, k_state: RingState, v_state: RingState):
+        """The last P·V, O and LSE out, and the next item's first scores, if possible before O leaves."""
         config = self.cta.spec.config
-        row = m_block * config.tile_m + self.first_row
+        head, batch, exact = self.cta.scheduler.mailbox.read_rest(q_state.stage)
+        row = self.first_row(m_block)
         self.cta.v_ring.wait(v_state)
-        warpgroup.fence()
-        gemm(self.mma_PV, self.acc_O, self.rP, self.desc_V[None, None, None, v_state.stage], False)
+        self.issue_pv(v_state)
+        if const_expr(not config.share_qo_smem):
+            self.cta.q_ring.release(q_state, self.lane)
         trusted = self.softmax.finalize(self.rows_lse, self.mask, self.lane)
         self.epilogue.write_lse(self.rows_lse, row, head, batch)
-        warpgroup.wait_group(0)
+
+        next_q, next_m_block, is_issued = q_state.next(), Int32(0), Boolean(False)
+        if const_expr(config.prefetch_scores):
+            next_m_block = self.receive(next_q)
+            is_issued = next_m_block >= 0
+            if is_issued:
+                is_issued = self.num_skipped(next_m_block) == 0
+            if is_issued:
+                self.turns.await_tile()
+                self.turns.await_block()
+                self.cta.k_ring.wait(k_state)
+            # Issued in any case, ptxas serialises conditional WGMMAs; without an item the scores are not used.
+            self.issue_qk(next_q, k_state)
+            if is_issued:
+                self.turns.pass_block()
+                self.turns.pass_tile()
+        warpgroup.wait_group(1 if config.prefetch_scores else 0)
         self.cta.v_ring.release(v_state, self.lane)
         v_state = v_state.next()
+
         if const_expr(self.cta.may_fail):
             trusted = trusted & self.softmax.is_finite(self.acc_O)
             self.cta.scheduler.mailbox.judge(item, trusted, exact, self.lane)
@@ -261,4 +305,22 @@ class Consumer:
             self.epilogue.write_by_tma(self.acc_O, m_block, head, batch)
         else:
             self.epilogue.write_from_registers(self.acc_O, row, head, batch)
-        return v_state
+        if const_expr(config.share_qo_smem):
+            self.epilogue.wait_staging_read()
+            if self.epilogue.is_storing_warp:
+                self.cta.q_ring.release(q_state, self.lane)
+
+        if const_expr(config.prefetch_scores):
+            warpgroup.wait_group(0)
+            if is_issued:
+                self.cta.k_ring.release(k_state, self.lane)
+                k_state = k_state.next()
+            if next_m_block == PAUSE:
+                self.cta.q_ring.release(next_q, self.lane)
+                next_q = next_q.next()
+                next_m_block = self.receive(next_q)
+        else:
+            next_m_block = self.receive(next_q)
+        if next_m_block >= 0 and not is_issued:
+            k_state, v_state = self.first_scores(next_m_block, next_q, k_state, v_state)
+        return next_m_block, next_q, k_state, v_state

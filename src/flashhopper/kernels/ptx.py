@@ -62,8 +62,8 @@ def vote_all(predicate: Boolean) -> Boolean:
 def pack_16bit(low: Float32, high: Float32, element: Any, *, loc: Any = None, ip: Any = None) -> Int32:
     """Two floats rounded to nearest even and packed (PTX ISA 9.7.9.22, cvt.rn.bf16x2.f32 and cvt.rn.f16x2.f32).
 
-    Opaque to LLVM on purpose: it folds a phi of conversions into a conversion of a phi, which carries P across the loop in
-    fp32, doubles its registers and makes ptxas serialise the WGMMAs.
+    Opaque to LLVM on purpose: it folds a phi of conversions into a conversion of a phi, which carries P across the
+    loop in fp32, doubles its registers and makes ptxas serialise the WGMMAs.
     """
     kind = "bf16x2" if element is BFloat16 else "f16x2"
     return Int32(
@@ -73,6 +73,27 @@ def pack_16bit(low: Float32, high: Float32, element: Any, *, loc: Any = None, ip
             f"cvt.rn.{kind}.f32 $0, $1, $2;",
             "=r,f,f",
             has_side_effects=False,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+            loc=loc,
+            ip=ip,
+        )
+    )
+
+
+@dsl_user_op
+def reread_thread_index(*, loc: Any = None, ip: Any = None) -> Int32:
+    """threadIdx.x, read anew where this stands (PTX ISA 10.1, %tid).
+
+    Volatile, so that what is computed from it is not hoisted out of the tile loop, where registers are scarce.
+    """
+    return Int32(
+        llvm.inline_asm(
+            T.i32(),
+            [],
+            "mov.u32 $0, %tid.x;",
+            "=r",
+            has_side_effects=True,
             is_align_stack=False,
             asm_dialect=llvm.AsmDialect.AD_ATT,
             loc=loc,

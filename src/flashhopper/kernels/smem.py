@@ -34,8 +34,8 @@ class TileLayouts(NamedTuple):
     def create(cls, spec: KernelSpec, element: Any) -> "TileLayouts":
         config, row, col = spec.config, LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
         tile_m, tile_n, stages = config.tile_m, config.tile_n, config.num_stages
-        # O's rows of one warpgroup lie on the bytes of the same rows of Q when both share a buffer: the row blocks of all
-        # warpgroups come before the next 128-byte column block, as in Q's layout.
+        # O's rows of one warpgroup lie on the bytes of the same rows of Q when both share a buffer: the row blocks of
+        # all warpgroups come before the next 128-byte column block, as in Q's layout.
         kind = sm90.get_smem_layout_atom(row, element, spec.head_dim_v)
         atom = warpgroup.make_smem_layout_atom(kind, element)
         return cls(

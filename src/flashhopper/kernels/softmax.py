@@ -1,7 +1,7 @@
 """Online softmax in base 2 over the key blocks of one warpgroup, with an exact and a lazy row maximum.
 
-Scores reach this module raw. ``softmax_scale_log2`` = softmax_scale · log2(e) is folded into the FMA in front of exp2, and
-the reference that is subtracted lives in the same base-2 units, rounded once, so that it cancels whatever its size.
+Scores reach this module raw. ``softmax_scale_log2`` = softmax_scale · log2(e) is folded into the FMA in front of exp2,
+and the reference that is subtracted lives in the same base-2 units, rounded once, so that it cancels whatever its size.
 """
 
 import cutlass
@@ -36,9 +36,9 @@ class ExactSoftmax:
         """Turn scores into P, update maximum and sum, and leave O's rescale factor in ``scores_scale``."""
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             s = rows_S[r, None].load()
-            block_max = cute.arch.warp_reduction_max(
-                s.reduce(cute.ReductionOp.MAX, -Float32.inf, 0), threads_in_group=4
-            )
+            block_max = s.reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
+            for lanes in (1, 2):  # fmax compiles to one FMNMX, warp_reduction_max to a comparison and a select
+                block_max = cute.arch.fmax(block_max, cute.arch.shuffle_sync_bfly(block_max, offset=lanes))
             new_max = cute.arch.fmax(self.row_max[r], block_max * self.scale)
             self.scores_scale[r] = cute.arch.exp2(self.row_max[r] - new_max)
             p = cute.math.exp2(s * self.scale - new_max, fastmath=True)
@@ -60,7 +60,7 @@ class ExactSoftmax:
 
     @cute.jit
     def finalize(self, rows_lse: cute.Tensor, mask: KeyMask, lane: Int32):
-        """Leave 1 / sum in ``scores_scale`` and the natural-log LSE in ``rows_lse``; return whether sums are trusted."""
+        """Leave 1 / sum in ``scores_scale`` and the LSE, a natural log, in ``rows_lse``. Returns whether sums are trusted."""
         trusted = Boolean(True)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             total = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=4)
@@ -85,9 +85,9 @@ class ExactSoftmax:
 class LazySoftmax(ExactSoftmax):
     """Softmax is invariant to the reference: unmasked blocks keep the one that the exact blocks before them found.
 
-    That leaves out maximum, shuffles and rescaling of O. Sums above 2**30 move the reference. What that cannot cover (a jump
-    of more than 2**97 inside one block, sums that vanish) shows in the final sum or in a non-finite O, and the tile is redone
-    with exact steps; docs/lazy-softmax.md has the argument.
+    That leaves out maximum, shuffles and rescaling of O. Sums above 2**30 move the reference. What that cannot cover (a
+    jump of more than 2**97 inside one block, sums that vanish) shows in the final sum or in a non-finite O, and then the
+    tile is redone with exact steps; docs/lazy-softmax.md has the argument.
     """
 
     is_lazy = True

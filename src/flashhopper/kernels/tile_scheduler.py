@@ -5,10 +5,12 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import Constexpr, Int32, const_expr
 
+from flashhopper.config import ELEMENT_BYTES, KernelSpec
 from flashhopper.kernels import ptx
 from flashhopper.kernels.values import DynamicValues, ceil_div, maximum, minimum
 
 NO_TILE = -1  # also the m_block that tells the consumers to stop
+PAUSE = -2  # an m_block: whether anything follows depends on the verdict on the item at hand
 L2_KV_BYTES = 32 << 20  # K and V of the heads worked on at a time: half of the H200's 60 MB of L2, the rest is Q, O
 
 
@@ -21,25 +23,30 @@ class TileCoord(NamedTuple):
 class TileGrid(NamedTuple):
     """Order of the tiles. Plain arithmetic: runs on Python ints and on DSL integers alike.
 
-    Heads (over all batches) are cut into groups whose K and V fit in L2; within a group the row blocks of all its heads
-    follow each other, longest first if causal, so that the card's last wave is made of short tiles.
+    Heads (over all batches) are cut into groups that are worked on at a time; within a group the row blocks of all its
+    heads follow each other, longest first if causal, so that the card's last wave is made of short tiles. A group is a
+    few waves of CTAs, so that tiles which share K and V run together and reads from HBM spread evenly over time, and
+    never more than L2 holds.
     """
 
     num_m_blocks: Any
     num_heads: Any
     num_heads_total: Any  # heads × batch
-    group: Any  # heads whose K and V share L2
+    group: Any  # heads in a group
     causal: bool
 
     @classmethod
-    def create(cls, shape_q: tuple[Any, ...], shape_k: tuple[Any, ...], kv_row_bytes: int, tile_m: int, causal: bool):
-        """From extents (seqlen, heads, batch) of Q and K and the bytes of one row of K and V together."""
+    def create(cls, shape_q: tuple[Any, Any, Any], shape_k: tuple[Any, Any, Any], spec: KernelSpec, num_ctas: Any):
+        """From extents (seqlen, heads, batch) of Q and K and the CTAs that run at once."""
+        config = spec.config
         seqlen_q, num_heads, batch = shape_q
         seqlen_k, num_heads_k, _ = shape_k
-        kv_heads = maximum(L2_KV_BYTES // kv_row_bytes // seqlen_k, 1)
-        total = num_heads * batch
-        group = minimum(num_heads // num_heads_k * kv_heads, total)
-        return cls(ceil_div(seqlen_q, tile_m), num_heads, total, group, causal)
+        num_m_blocks, total = ceil_div(seqlen_q, config.tile_m), num_heads * batch
+        kv_row_bytes = ELEMENT_BYTES[spec.dtype] * (spec.head_dim + spec.head_dim_v)
+        heads_in_l2 = maximum(L2_KV_BYTES // kv_row_bytes // seqlen_k, 1) * (num_heads // num_heads_k)
+        heads_in_waves = ceil_div(config.group_waves * num_ctas, num_m_blocks)
+        group = minimum(minimum(heads_in_l2, heads_in_waves), total)
+        return cls(num_m_blocks, num_heads, total, group, spec.causal)
 
     @property
     def num_tiles(self) -> Any:
@@ -70,10 +77,10 @@ class WorkItem(DynamicValues):
 
 
 class Mailbox:
-    """Items' coordinates from producer to consumers, one slot per stage of Q and guarded by its barriers; verdicts back.
+    """Items' coordinates from producer to consumers, one slot per stage of Q, guarded by its barriers; verdicts back.
 
-    ``done[i % 2]`` completes when every consumer warp has judged item i; ``failed[i % 2]`` is then set if one found that the
-    lazy softmax cannot be trusted.
+    ``done[i % 2]`` completes when every consumer warp has judged item i; ``failed[i % 2]`` is then set if one of them
+    found that the lazy softmax cannot be trusted.
     """
 
     ITEM_WORDS = 4
@@ -96,11 +103,16 @@ class Mailbox:
         for word, value in enumerate(item):
             self.items[word, slot] = value
 
-    def post_end(self, slot: Int32) -> None:
-        self.items[0, slot] = Int32(NO_TILE)
+    def post_mark(self, slot: Int32, mark: int) -> None:
+        """Producer, one lane: NO_TILE or PAUSE instead of an item."""
+        self.items[0, slot] = Int32(mark)
 
     def read_m_block(self, slot: Int32) -> Int32:
         return self.items[0, slot]
+
+    def read_exact(self, slot: Int32) -> Int32:
+        """Whether the item is a redo that must run exactly."""
+        return self.items[3, slot]
 
     def read_rest(self, slot: Int32) -> tuple[Int32, Int32, Int32]:
         """Head, batch and whether the item is a redo that must run exactly."""
@@ -146,8 +158,10 @@ class TileScheduler:
 
     @cute.jit
     def next_item(self, item: WorkItem, lane: Int32, may_fail: Constexpr[bool]):
-        """After the last load of ``item``: a redo of the item before it if that failed, else a fresh tile, else (none left)
-        a redo of ``item`` itself once it is judged, else the end. A redo runs exactly and cannot fail, so this ends."""
+        """After the last load of ``item``: a redo of the item before it if that failed, else a fresh tile, else none.
+
+        None is not the end: ``item`` itself may yet fail, see :meth:`last_redo`.
+        """
         tile, exact, is_open, count = Int32(NO_TILE), Int32(0), item.is_open, item.count + 1
         if const_expr(may_fail):
             if count >= 2:
@@ -161,12 +175,17 @@ class TileScheduler:
                 tile = claimed
             else:
                 is_open = Int32(0)
-        if const_expr(may_fail):
-            if exact == 0 and is_open == 0:
-                tile = self.tile_to_redo(count - 1, item.tile, lane)
-                if tile >= 0:
-                    exact = Int32(1)
         return WorkItem(tile, exact, item.tile, claimed, count, is_open)
+
+    @cute.jit
+    def last_redo(self, item: WorkItem, lane: Int32):
+        """When none is left: wait for the verdict on the last item, which is redone if it failed. A redo runs exactly
+        and cannot fail, so this ends."""
+        tile = self.tile_to_redo(item.count - 1, item.previous, lane)
+        exact = Int32(0)
+        if tile >= 0:
+            exact = Int32(1)
+        return WorkItem(tile, exact, item.previous, item.claimed, item.count, item.is_open)
 
     @cute.jit
     def tile_to_redo(self, judged: Int32, tile: Int32, lane: Int32):

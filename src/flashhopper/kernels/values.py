@@ -1,4 +1,4 @@
-"""Small values that live through dynamic control flow of the DSL as one, and arithmetic that also runs on plain ints."""
+"""Small values that live through the DSL's dynamic control flow as one, and arithmetic that also runs on plain ints."""
 
 from typing import Any, ClassVar, Self
 
@@ -8,8 +8,8 @@ import cutlass
 class DynamicValues:
     """Base of named run-time values that a dynamic loop or branch carries together.
 
-    A subclass names the run-time attributes in ``dynamic`` and the compile-time ones in ``static``; its ``__init__`` takes
-    them in that order.
+    A subclass names the run-time attributes in ``dynamic`` and the compile-time ones in ``static``; its ``__init__``
+    takes them in that order.
     """
 
     dynamic: ClassVar[tuple[str, ...]] = ()

@@ -1,0 +1,59 @@
+"""compute-sanitizer finds no bad memory access and no shared-memory race in the kernels."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORKLOAD = Path(__file__).with_name("sanitizer_workload.py")
+TIMEOUT_SECONDS = 400
+SUMMARY = {
+    "memcheck": re.compile(r"ERROR SUMMARY: (\d+) errors?"),
+    "racecheck": re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed"),
+}
+
+
+def find_sanitizer() -> str | None:
+    for directory in (None, "/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer"):
+        if found := shutil.which("compute-sanitizer", path=directory):
+            return found
+    return None
+
+
+def kernel_filter(sanitizer: str) -> list[str]:
+    """Only our kernels are instrumented; the option has had two names."""
+    text = subprocess.run([sanitizer, "--help"], capture_output=True, text=True, check=False, timeout=60).stdout
+    return ["--kernel-name" if "--kernel-name" in text else "--kernel-regex", "kns=ForwardKernel"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", SUMMARY)
+def test_no_errors(tool: str) -> None:
+    sanitizer = find_sanitizer()
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer is not installed: it comes with the CUDA toolkit")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # an allocation per tensor: nothing to run over into
+    }
+    command = [sanitizer, "--tool", tool, *kernel_filter(sanitizer), sys.executable, str(WORKLOAD)]
+    finished = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT_SECONDS
+    )
+    output = finished.stdout + finished.stderr
+    if "Device not supported" in output:
+        pytest.skip("compute-sanitizer does not support this driver or virtual machine: 'Device not supported'")
+    tail = output[-6000:]
+    right = re.search(r"right: (\d+) of (\d+), redone tiles: True", output)
+    assert right is not None, tail
+    assert right[1] == right[2] == "18", tail
+    found = SUMMARY[tool].search(output)
+    assert found is not None, tail
+    assert int(found[1]) == 0, tail
