@@ -1,7 +1,8 @@
 # make demo   semantic search with flash_attn_func (on the CPU where there is no Hopper GPU)
 # make test   ruff, mypy, and the tests that need no GPU
+# make docs   the documentation as a site, in site/
 #
-# Both set up .venv first; that takes a minute or two once, and nothing while pyproject.toml and constraints-dev.txt stay
+# Each sets up .venv first: a minute or two once, and nothing while pyproject.toml and constraints-dev.txt stay
 # as they are. To use an interpreter that has everything installed already:
 #
 #   make demo FLASHHOPPER_NO_VENV=1 PYTHON=python3
@@ -9,7 +10,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint format venv clean
+.PHONY: help demo test test-gpu lint format docs venv clean
 
 PYTHONS := python3 python3.13 python3.12 python3.11
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
@@ -25,10 +26,12 @@ ifdef FLASHHOPPER_NO_VENV
 RUN := $(PYTHON)
 DEMO_ENV :=
 DEV_ENV :=
+DOCS_ENV :=
 else
 RUN := .venv/bin/python
 DEMO_ENV := .venv/demo.stamp
 DEV_ENV := .venv/dev.stamp
+DOCS_ENV := .venv/docs.stamp
 # An editable install points at the folder it was made in: after a move or copy of the folder, install again.
 ifneq ($(shell cat .venv/made-in 2>/dev/null),$(CURDIR))
 $(shell rm -f .venv/*.stamp)
@@ -63,6 +66,9 @@ format: $(DEV_ENV)
 	$(RUN) -m ruff check --fix
 	$(RUN) -m ruff format
 
+docs: $(DOCS_ENV)
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build
+
 venv: $(DEV_ENV)
 
 .venv/demo.stamp: pyproject.toml constraints-dev.txt
@@ -80,5 +86,10 @@ venv: $(DEV_ENV)
 	$(PIP) --editable '.[dev]'
 	@touch $@
 
+.venv/docs.stamp: .venv/demo.stamp
+	@echo "Adding the documentation tools to .venv"
+	$(PIP) --editable '.[docs]'
+	@touch $@
+
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site

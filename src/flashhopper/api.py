@@ -38,7 +38,7 @@ def flash_attn_func(
             TMA cannot load, costs one copy of that tensor.
         k: ``(batch, seqlen_k, heads_k, head_dim)``; ``heads`` must be a multiple of ``heads_k`` (GQA, MQA).
         v: ``(batch, seqlen_k, heads_k, head_dim_v)``. Both head dims are multiples of 8 from 8 to 256.
-        softmax_scale: factor on q·k, finite and at least 0; None is ``head_dim ** -0.5``.
+        softmax_scale: factor on q·k, from 0 to 2**20; None is ``head_dim ** -0.5``.
         causal: query i sees keys 0 … i + seqlen_k - seqlen_q (aligned to the bottom right).
         window_size, attention_chunk, softcap, num_splits, pack_gqa: FA3's names; only the defaults are accepted today
             (``pack_gqa=False`` too).
@@ -56,7 +56,8 @@ def flash_attn_func(
         TypeError: a wrong type or dtype.
         ValueError: shapes, ranges, devices that do not fit.
         NotImplementedError: an option that is not there yet; backward on CUDA tensors.
-        RuntimeError: a GPU that is not Hopper, or the CuTe DSL is missing.
+        RuntimeError: a GPU that is not Hopper.
+        ImportError: a kernel is needed and the CuTe DSL is not installed.
     """
     options = AttentionOptions(
         softmax_scale, causal, window_size, attention_chunk, softcap, num_splits, pack_gqa, deterministic, sm_margin

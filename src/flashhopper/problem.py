@@ -9,7 +9,7 @@ import torch
 from flashhopper.config import Dtype
 
 MAX_HEAD_DIM = 256
-MAX_SOFTMAX_SCALE = 2.0**100  # its product with a score of ordinary size is a float32
+MAX_SOFTMAX_SCALE = 2.0**20  # with scores of ordinary size stays below what the kernels' exponents can hold
 MAX_EXTENT = 2**31 - 1  # rows, heads and tiles are counted in 32 bits; offsets in elements are 64-bit
 DTYPES: dict[torch.dtype, Dtype] = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 CPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -177,7 +177,7 @@ class AttentionProblem(NamedTuple):
             if isinstance(scale, bool) or not isinstance(scale, (int, float)):
                 raise TypeError(f"softmax_scale must be a float or None, got {type(scale).__name__}")
             if not 0 <= scale <= MAX_SOFTMAX_SCALE:  # also false for NaN
-                raise ValueError(f"softmax_scale is {scale}; accepted are numbers from 0 to 2**100, or None")
+                raise ValueError(f"softmax_scale is {scale}; accepted are numbers from 0 to 2**20, or None")
         for name in ("causal", "deterministic"):
             value = getattr(options, name)
             if not isinstance(value, bool):

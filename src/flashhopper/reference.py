@@ -20,6 +20,7 @@ LOG2_E = math.log2(math.e)
 NO_KEY_YET = -3.0e38  # row_max before the first visible key: finite, so that no (-inf) - (-inf) can arise
 MOVE_ABOVE = 2.0**30  # lazy softmax: a partial sum above this moves the reference
 SAFE_SUMS = (2.0**-60, 2.0**100)  # lazy softmax: a final row sum outside proves nothing, the tile is redone
+MAX_REFERENCE = {torch.bfloat16: 2.0**31, torch.float16: 2.0**28}  # beyond, a row becomes NaN
 
 
 def attention(
@@ -108,14 +109,15 @@ class _Tile(NamedTuple):
 
     def rescaled(self, row_max: torch.Tensor) -> _Tile:
         """The same sums relative to another ``row_max``; the factor comes from the rounded values."""
-        scores_scale = torch.exp2(self.row_max - row_max)
+        scores_scale = _exp2(self.row_max - row_max)
         return _Tile(row_max, self.row_sum * scores_scale, self.acc_O * scores_scale)
 
     def moved(self) -> _Tile:
         """Move the reference of each row by log2 of its sum, in the warpgroups where a sum has grown too large."""
         fire = (self.row_sum > MOVE_ABOVE).any(dim=-2, keepdim=True)
         new = self.rescaled(self.row_max + torch.log2(self.row_sum.clamp_min(1.0)))
-        trusted = new.row_sum.masked_fill(self.row_sum >= SAFE_SUMS[1], math.nan)  # NaN for good: the tile is redone
+        lost = (self.row_sum >= SAFE_SUMS[1]) | (_exp2(self.row_max - new.row_max) == 0.0)
+        trusted = new.row_sum.masked_fill(lost, math.nan)  # NaN for good: the tile is redone
         new = new._replace(row_sum=trusted)
         return new.where(fire.squeeze((-2, -1)), self)
 
@@ -126,9 +128,14 @@ class _Tile(NamedTuple):
 
     def accumulated(self, exponents: torch.Tensor, v: torch.Tensor) -> _Tile:
         """Add a block: P summed in fp32, then rounded to V's dtype for P·V."""
-        p = torch.exp2(exponents)
+        p = _exp2(exponents)
         acc = self.acc_O + p.to(v.dtype).float() @ v.float()
         return self._replace(row_sum=self.row_sum + p.sum(dim=-1, keepdim=True), acc_O=acc)
+
+    def marked(self, max_reference: float) -> _Tile:
+        """NaN where the reference is so large that its own rounding spoils the exponents."""
+        too_large = (self.row_max.abs() >= max_reference) & (self.row_max != NO_KEY_YET)
+        return self._replace(row_sum=self.row_sum.masked_fill(too_large, math.nan))
 
     def is_safe(self, ends: torch.Tensor) -> torch.Tensor:
         """Per head ``(b, hk, group)``: does the lazy softmax's result hold for each of these rows?"""
@@ -198,6 +205,7 @@ def emulate_forward(
             redone += int(failed.sum())
             if failed.any():
                 tile = _run_tile(blocks, at, lazy=False).where(failed, tile)
+        tile = tile.marked(MAX_REFERENCE.get(q.dtype, math.inf))
         inverse = torch.where(tile.row_sum == 0, 0.0, 1.0 / tile.row_sum)
         out[..., at, :] = tile.acc_O * inverse
         lse[..., at] = ((tile.row_max + torch.log2(tile.row_sum)) * (1.0 / LOG2_E)).squeeze(-1)
@@ -243,6 +251,12 @@ def _run_warpgroup(blocks: _Blocks, at: slice, num_blocks: int, num_lazy: int) -
             exponents = _fused_multiply_subtract(acc_S, blocks.scale_log2, tile.row_max).masked_fill(hidden, -math.inf)
         tile = tile.accumulated(exponents, blocks.v[..., keys, :])
     return tile
+
+
+def _exp2(x: torch.Tensor) -> torch.Tensor:
+    """2 ** x as ex2.approx.ftz: results below the normal numbers are 0."""
+    result = torch.exp2(x)
+    return result.masked_fill(result < torch.finfo(torch.float32).tiny, 0.0)
 
 
 def _padded(x: torch.Tensor, tile: int) -> torch.Tensor:

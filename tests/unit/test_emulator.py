@@ -226,3 +226,28 @@ def test_constants_are_the_kernels() -> None:
     assert reference.NO_KEY_YET == softmax.NO_REFERENCE
     assert reference.MOVE_ABOVE == softmax.MOVE_ABOVE
     assert reference.SAFE_SUMS == softmax.TRUSTED_SUM
+
+
+def test_a_move_whose_factor_underflows_redoes_the_tile() -> None:
+    """Near 2**30 the new reference is rounded by up to 64, the factor to 0: without a mark the sum would be lost."""
+    q, k, v = (torch.zeros(1, 512, 1, 64, dtype=torch.bfloat16) for _ in range(3))
+    q[..., 0], q[..., 1] = 1.5 * 2**14, 8.0
+    k[..., 0] = 2.0**14
+    for key, value in ((256 + 5, 1.0), (5, 3.0)):  # 64 more than the rest, in two lazy blocks
+        k[0, key, 0, 1], v[0, key] = 8.0, value
+    scale = 1.5 * math.log(2)
+    config = ForwardConfig(128, 128)
+    out, _, redone = emulate_forward(q, k, v, softmax_scale=scale, causal=False, config=config)
+    assert redone == 4
+    assert torch.equal(out, torch.full_like(out, 2.0))
+
+
+@pytest.mark.parametrize("softmax", ["exact", "lazy"])
+def test_references_too_large_for_their_exponents_are_nan(softmax: str) -> None:
+    q, k, v = (torch.ones(1, 70, 1, 64, dtype=torch.bfloat16) for _ in range(3))
+    config = ForwardConfig(128, 128, softmax=softmax)
+    limit = 2.0**31 / 64 * math.log(2)
+    for scale, holds in ((0.99 * limit, True), (1.01 * limit, False)):
+        out, lse, _ = emulate_forward(q, k, v, softmax_scale=scale, causal=False, config=config)
+        assert bool(out.isnan().all() and lse.isnan().all()) is not holds
+        assert not holds or torch.equal(out, torch.ones_like(out))

@@ -141,7 +141,7 @@ class ForwardKernel:
         else:
             if cutlass.const_expr(config.reallocate_registers):
                 cute.arch.setmaxregister_increase(registers.consumer)
-            softmax = make_softmax(config.softmax, softmax_scale_log2)
+            softmax = make_softmax(config.softmax, spec.dtype, softmax_scale_log2)
             output = Output(tma_O, gO, sO, mO, mLSE)
             Consumer(cta, Operands(mmas[0], mmas[1], sQ, sK, sV), softmax, output, warpgroup_index - 1).run()
 

@@ -4,6 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
+from flashhopper.kernels import ptx
 from flashhopper.kernels.values import minimum
 
 ROWS_PER_THREAD = 2  # rows lane / 4 and lane / 4 + 8 of a warp's 16 (PTX ISA 9.7.15.5.1, accumulator of wgmma m64nN)
@@ -48,3 +49,11 @@ class KeyMask:
     def sees_no_key(self, r: int, lane: Int32):
         """Whether row ``r`` of this thread has no visible key at all."""
         return self.end_key[r] + 2 * (lane % 4) <= 0
+
+    @cute.jit
+    def clear_rows_without_keys(self, rows_O: cute.Tensor, lane: Int32):
+        """Zero the rows of O that see no key: their P is 0, but 0 · V is NaN where V is not finite."""
+        if ptx.vote_any(self.sees_no_key(0, lane)):  # row 0 of a thread sees no more than its row 1
+            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                if self.sees_no_key(r, lane):
+                    rows_O[r, None].fill(0.0)

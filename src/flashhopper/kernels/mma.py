@@ -164,7 +164,13 @@ class Consumer:
         """S of the block an item visits first, with nothing to overlap it."""
         if const_expr(self.cta.spec.config.q_in_registers):
             cute.copy(self.copy_Q, self.tQsQ[None, None, None, q_state.stage], self.tQrQ)
-        for _ in cutlass.range(self.num_skipped(m_block), unroll=1):
+        num_skipped = self.num_skipped(m_block)
+        if num_skipped > 0:
+            # Before the skipped blocks: the others, which free the stages that this warpgroup's block is loaded into,
+            # must not wait for its turn.
+            self.turns.await_tile()
+            self.turns.pass_tile()
+        for _ in cutlass.range(num_skipped, unroll=1):
             self.cta.k_ring.wait(k_state)
             self.cta.k_ring.release(k_state, self.lane)
             self.turns.await_block()
@@ -173,12 +179,14 @@ class Consumer:
             self.cta.v_ring.release(v_state, self.lane)
             k_state, v_state = k_state.next(), v_state.next()
         self.cta.k_ring.wait(k_state)
-        self.turns.await_tile()
+        if num_skipped == 0:
+            self.turns.await_tile()
         self.turns.await_block()
         self.issue_qk(q_state, k_state)
         self.turns.pass_block()
         warpgroup.wait_group(0)
-        self.turns.pass_tile()
+        if num_skipped == 0:
+            self.turns.pass_tile()
         self.cta.k_ring.release(k_state, self.lane)
         return k_state.next(), v_state
 
@@ -301,6 +309,8 @@ class Consumer:
             trusted = trusted & self.softmax.is_finite(self.acc_O)
             self.cta.scheduler.mailbox.judge(item, trusted, exact, self.lane)
         self.softmax.scale_rows(self.rows_O)
+        if const_expr(self.cta.spec.causal):
+            self.mask.clear_rows_without_keys(self.rows_O, self.lane)
         if const_expr(config.tma_store):
             self.epilogue.write_by_tma(self.acc_O, m_block, head, batch)
         else:

@@ -1,19 +1,22 @@
 """Online softmax in base 2 over the key blocks of one warpgroup, with an exact and a lazy row maximum.
 
 Scores reach this module raw. ``softmax_scale_log2`` = softmax_scale · log2(e) is folded into the FMA in front of exp2,
-and the reference that is subtracted lives in the same base-2 units, rounded once, so that it cancels whatever its size.
+and the reference that is subtracted lives in the same base-2 units, rounded once: below MAX_REFERENCE it cancels.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Constexpr, Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
+from flashhopper.config import Dtype, Softmax
 from flashhopper.kernels import ptx
 from flashhopper.kernels.mask import ROWS_PER_THREAD, KeyMask
 
 LOG2_E = 1.4426950408889634
 NO_REFERENCE = -3.0e38  # "no key seen yet": finite, so that (-inf) - (-inf) cannot arise
 MOVE_ABOVE = 2.0**30  # a partial row sum above this moves the lazy reference
+# Beyond this reference its own rounding, half a spacing, is more than P's dtype can hold: the row becomes NaN.
+MAX_REFERENCE = {"bfloat16": 2.0**31, "float16": 2.0**28}
 TRUSTED_SUM = (2.0**-60, 2.0**100)  # a final lazy row sum outside proves nothing: the tile is redone
 
 
@@ -22,8 +25,8 @@ class ExactSoftmax:
 
     is_lazy = False
 
-    def __init__(self, softmax_scale_log2: Float32):
-        self.scale = softmax_scale_log2
+    def __init__(self, softmax_scale_log2: Float32, max_reference: float):
+        self.scale, self.max_reference = softmax_scale_log2, max_reference
         state = [cute.make_rmem_tensor((ROWS_PER_THREAD,), Float32) for _ in range(3)]
         self.row_max, self.row_sum, self.scores_scale = state
 
@@ -60,10 +63,13 @@ class ExactSoftmax:
 
     @cute.jit
     def finalize(self, rows_lse: cute.Tensor, mask: KeyMask, lane: Int32):
-        """Leave 1 / sum in ``scores_scale`` and the LSE, a natural log, in ``rows_lse``. Returns whether sums are trusted."""
+        """Leave 1 / sum in ``scores_scale``, the natural-log LSE in ``rows_lse``; returns whether sums are trusted."""
         trusted = Boolean(True)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             total = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=4)
+            reference = self.row_max[r]
+            if cute.arch.fmax(reference, -reference) >= self.max_reference and reference != NO_REFERENCE:
+                total = Float32(float("nan"))
             if const_expr(self.is_lazy):
                 in_range = (total > TRUSTED_SUM[0]) & (total < TRUSTED_SUM[1])
                 trusted = trusted & (in_range | mask.sees_no_key(r, lane))
@@ -86,8 +92,8 @@ class LazySoftmax(ExactSoftmax):
     """Softmax is invariant to the reference: unmasked blocks keep the one that the exact blocks before them found.
 
     That leaves out maximum, shuffles and rescaling of O. Sums above 2**30 move the reference. What that cannot cover (a
-    jump of more than 2**97 inside one block, sums that vanish) shows in the final sum or in a non-finite O, and then the
-    tile is redone with exact steps; docs/lazy-softmax.md has the argument.
+    jump of more than 2**97 inside one block, sums that vanish) shows in the final sum or in a non-finite O: the tile is
+    then redone with exact steps. docs/lazy-softmax.md has the argument.
     """
 
     is_lazy = True
@@ -111,10 +117,12 @@ class LazySoftmax(ExactSoftmax):
             new_max = self.row_max[r] + cute.math.log2(cute.arch.fmax(total, Float32(1.0)), fastmath=True)
             self.scores_scale[r] = cute.arch.exp2(self.row_max[r] - new_max)
             moved = self.row_sum[r] * self.scores_scale[r]
-            self.row_sum[r] = moved if total < TRUSTED_SUM[1] else Float32(float("nan"))
+            # A factor of 0 (the new reference was rounded up by more than exp2 can scale) would lose the row unseen.
+            holds = (total < TRUSTED_SUM[1]) & (self.scores_scale[r] > 0.0)
+            self.row_sum[r] = moved if holds else Float32(float("nan"))
             self.row_max[r] = new_max
 
 
-def make_softmax(policy: Constexpr[str], softmax_scale_log2: Float32) -> ExactSoftmax:
+def make_softmax(policy: Softmax, dtype: Dtype, softmax_scale_log2: Float32) -> ExactSoftmax:
     """The softmax policy that ``ForwardConfig.softmax`` names."""
-    return {"exact": ExactSoftmax, "lazy": LazySoftmax}[policy](softmax_scale_log2)
+    return {"exact": ExactSoftmax, "lazy": LazySoftmax}[policy](softmax_scale_log2, MAX_REFERENCE[dtype])

@@ -1,0 +1,116 @@
+"""The order of the tiles, on plain ints: each once, longest first where it matters, and what shares L2 together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashhopper.config import KernelSpec
+from flashhopper.heuristics import all_specs
+from flashhopper.kernels.block_range import key_blocks
+from flashhopper.kernels.tile_scheduler import L2_KV_BYTES, TileCoord, TileGrid
+
+SPECS = [spec for spec in all_specs() if spec.dtype == "bfloat16"]
+NUM_SMS = 132
+
+
+def coords(grid: TileGrid) -> list[TileCoord]:
+    return [grid.coord(tile) for tile in range(grid.num_tiles)]
+
+
+def groups(grid: TileGrid) -> list[list[TileCoord]]:
+    """The tiles of each group of heads, in the order of work."""
+    tiles, size = coords(grid), grid.group * grid.num_m_blocks
+    return [tiles[start : start + size] for start in range(0, len(tiles), size)]
+
+
+@given(
+    num_m_blocks=st.integers(1, 9),
+    num_heads=st.integers(1, 7),
+    batch=st.integers(1, 5),
+    group=st.integers(1, 40),
+    causal=st.booleans(),
+)
+def test_each_tile_once_and_the_longest_first(
+    num_m_blocks: int, num_heads: int, batch: int, group: int, causal: bool
+) -> None:
+    total = num_heads * batch
+    group = min(group, total)
+    grid = TileGrid(num_m_blocks, num_heads, total, group, causal)
+    tiles = coords(grid)
+    assert len(tiles) == num_m_blocks * num_heads * batch
+    assert set(tiles) == {TileCoord(*c) for c in product(range(num_m_blocks), range(num_heads), range(batch))}
+    for index, members in enumerate(groups(grid)):
+        heads = {head + num_heads * batch_entry for _, head, batch_entry in members}
+        assert heads == set(range(index * group, min((index + 1) * group, total)))
+        rows = [m_block for m_block, _, _ in members]
+        assert rows == sorted(rows, reverse=causal)
+
+
+PROBLEMS = {
+    "seqlen_q": st.integers(1, 1500),
+    "seqlen_k": st.one_of(st.integers(1, 1500), st.integers(1, 60_000)),
+    "heads_k": st.integers(1, 4),
+    "ratio": st.sampled_from([1, 2, 3, 6, 8]),
+    "batch": st.integers(1, 3),
+}
+
+
+def make_grid(
+    spec: KernelSpec, seqlen_q: int, seqlen_k: int, heads_k: int, ratio: int, batch: int, num_ctas: int = NUM_SMS
+) -> TileGrid:
+    return TileGrid.create((seqlen_q, heads_k * ratio, batch), (seqlen_k, heads_k, batch), spec, num_ctas)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+@settings(max_examples=40, deadline=None)
+@given(**PROBLEMS)
+def test_grids_of_problems(
+    spec: KernelSpec, seqlen_q: int, seqlen_k: int, heads_k: int, ratio: int, batch: int
+) -> None:
+    grid = make_grid(spec, seqlen_q, seqlen_k, heads_k, ratio, batch)
+    assert grid.num_m_blocks == -(-seqlen_q // spec.config.tile_m)
+    assert grid.num_heads_total == heads_k * ratio * batch
+    assert 1 <= grid.group <= grid.num_heads_total
+    assert len(set(coords(grid))) == grid.num_tiles
+    config, bytes_of_head = spec.config, 2 * (spec.head_dim + spec.head_dim_v) * seqlen_k
+    work = [
+        key_blocks(
+            m_block * config.tile_m,
+            seqlen_q,
+            seqlen_k,
+            num_rows=config.tile_m,
+            tile_n=config.tile_n,
+            causal=spec.causal,
+        ).num_blocks
+        for m_block in range(grid.num_m_blocks)
+    ]
+    for members in groups(grid):
+        lengths = [work[m_block] for m_block, _, _ in members]
+        assert lengths == sorted(lengths, reverse=True)
+        key_heads = {(batch_entry, head // ratio) for _, head, batch_entry in members}
+        # K and V fit in L2; one key head may be cut between two groups, and one is worked on whatever its size.
+        assert (len(key_heads) - 1) * bytes_of_head <= L2_KV_BYTES or len(key_heads) <= 2
+
+
+def test_heads_that_share_keys_and_values_run_together() -> None:
+    """16 query heads on 2 key heads: the first wave of CTAs works on tiles of few key heads."""
+    spec = SPECS[0]
+    grid = make_grid(spec, 4096, 4096, heads_k=2, ratio=8, batch=16)
+    key_heads = {(batch, head // 8) for _, head, batch in coords(grid)[:NUM_SMS]}
+    assert len(key_heads) * 8 * grid.num_m_blocks >= NUM_SMS
+    assert (len(key_heads) - 2) * 8 * grid.num_m_blocks <= spec.config.group_waves * NUM_SMS
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_a_causal_launch_ends_with_its_shortest_tiles(spec: KernelSpec) -> None:
+    """The last tiles of each group are those of the first rows, which see fewest keys."""
+    grid = make_grid(replace(spec, causal=True), 2000, 2000, heads_k=4, ratio=1, batch=2)
+    for members in groups(grid):
+        heads = len({(head, batch) for _, head, batch in members})
+        assert {m_block for m_block, _, _ in members[-heads:]} == {0}
+        assert {m_block for m_block, _, _ in members[:heads]} == {grid.num_m_blocks - 1}
