@@ -282,6 +282,7 @@ class Consumer:
         self.cta.v_ring.wait(v_state)
         self.issue_pv(v_state)
         if const_expr(not config.share_qo_smem):
+            cute.arch.sync_warp()  # every lane has read the mailbox before lane 0 hands the slot back
             self.cta.q_ring.release(q_state, self.lane)
         trusted = self.softmax.finalize(self.rows_lse, self.mask, self.lane)
         self.epilogue.write_lse(self.rows_lse, row, head, batch)
@@ -318,6 +319,7 @@ class Consumer:
         if const_expr(config.share_qo_smem):
             self.epilogue.wait_staging_read()
             if self.epilogue.is_storing_warp:
+                cute.arch.sync_warp()
                 self.cta.q_ring.release(q_state, self.lane)
 
         if const_expr(config.prefetch_scores):
@@ -326,6 +328,7 @@ class Consumer:
                 self.cta.k_ring.release(k_state, self.lane)
                 k_state = k_state.next()
             if next_m_block == PAUSE:
+                cute.arch.sync_warp()
                 self.cta.q_ring.release(next_q, self.lane)
                 next_q = next_q.next()
                 next_m_block = self.receive(next_q)

@@ -1,0 +1,63 @@
+"""Every kernel of the tile table, compiled for sm_90a: what ptxas and the disassembler find in it. No GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from flashhopper.compiler import compile_spec
+from flashhopper.config import MAX_REGISTERS_PER_THREAD, REGISTER_FILE, SMEM_BYTES_PER_CTA, KernelSpec
+from flashhopper.heuristics import all_specs
+from flashhopper.inspect_kernel import compile_report
+
+
+class Compilation:
+    """Compiles a spec and keeps what the report does not hold: the host code of the launch, and the storage's size."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from flashhopper.kernels import forward
+
+        self.host_code = ""
+        self.storage_bytes: set[int] = set()
+        make_storage: Callable[..., Any] = forward.make_storage
+
+        def recorded(*arguments: Any) -> Any:
+            storage = make_storage(*arguments)
+            self.storage_bytes.add(storage.size_in_bytes())
+            return storage
+
+        monkeypatch.setattr(forward, "make_storage", recorded)
+
+    def __call__(self, spec: KernelSpec, options: str) -> Any:
+        compiled = compile_spec(spec, options)
+        self.host_code = str(compiled.ir_module)
+        return compiled
+
+
+@pytest.mark.parametrize("spec", all_specs(), ids=lambda spec: spec.name)
+def test_kernel(spec: KernelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    compilation = Compilation(monkeypatch)
+    report = compile_report(spec, compilation)
+    config, budget = spec.config, spec.config.registers()
+
+    in_local_memory = (report.spill_bytes, report.stack_bytes, report.local_loads, report.local_stores)
+    assert in_local_memory == (0, 0, 0, 0), "spill bytes, stack bytes, local loads, local stores"
+    # C7508 setmaxnreg ignored; C7510, C7514, C7519, C7520 WGMMA serialised; C7512, C7517 a wait injected.
+    assert not {code for code in report.remark_codes if code.startswith("C75")}, report.remarks
+
+    assert report.registers == budget.entry <= MAX_REGISTERS_PER_THREAD
+    assert report.registers * config.num_threads <= REGISTER_FILE
+
+    # S and O of one step: a WGMMA reads 16 columns of its first operand.
+    wgmmas = spec.head_dim // 16 + config.tile_n // 16
+    assert report.opcodes.get("HGMMA", 0) >= wgmmas
+    assert report.opcodes.get("UTMALDG", 0) >= 3  # Q, K, V
+    assert ("UTMASTG" in report.opcodes) == config.tma_store  # O, one per swizzled column block
+    assert report.opcodes.get("USETMAXREG", 0) == 2 * int(config.reallocate_registers)  # one per role
+
+    smem = config.smem_bytes(spec.head_dim, spec.head_dim_v)
+    assert compilation.storage_bytes == {smem}
+    assert smem <= SMEM_BYTES_PER_CTA
+    assert f"llvm.mlir.constant({smem} : i64)" in compilation.host_code, "the launch asks for another amount"
