@@ -16,7 +16,7 @@ from flashhopper.kernels.mask import ROWS_PER_THREAD, KeyMask, rows_view
 from flashhopper.kernels.pipeline import WARPS_PER_WARPGROUP, RingState
 from flashhopper.kernels.smem import NamedBarrier
 from flashhopper.kernels.softmax import ExactSoftmax
-from flashhopper.kernels.tile_scheduler import PAUSE
+from flashhopper.kernels.tile_scheduler import PAUSE, Mailbox
 
 
 class Operands(NamedTuple):
@@ -90,6 +90,7 @@ class Consumer:
         """``index`` counts the consumer warpgroups. Takes the registers of S, P and O."""
         config, spec = cta.spec.config, cta.spec
         self.cta, self.softmax, self.index = cta, softmax, index
+        self.mailbox = cta.scheduler.mailbox
         tidx, _, _ = cute.arch.thread_idx()
         self.lane = tidx % 32
         consumer_thread = tidx - WARPGROUP_THREADS
@@ -141,7 +142,7 @@ class Consumer:
     def receive(self, q_state: RingState):
         """Wait for the next item; its m_block, or a mark below 0."""
         self.cta.q_ring.wait(q_state)
-        return self.cta.scheduler.mailbox.read_m_block(q_state.stage)
+        return self.mailbox.read(Mailbox.M_BLOCK, q_state.stage, self.lane)
 
     def own_blocks(self, m_block: Int32) -> BlockRange:
         """The key blocks of this warpgroup's 64 rows."""
@@ -211,7 +212,7 @@ class Consumer:
         if const_expr(not config.split_masked_loop):
             num_unmasked = Int32(0)
         if const_expr(self.cta.may_fail):
-            if self.cta.scheduler.mailbox.read_exact(q_state.stage) != 0:
+            if self.mailbox.read(Mailbox.EXACT, q_state.stage, self.lane) != 0:
                 num_unmasked = Int32(0)
         self.mask.set_rows(self.first_row(m_block), self.lane, self.cta.seqlen_q, self.cta.seqlen_k)
         self.softmax.reset()
@@ -277,12 +278,12 @@ class Consumer:
     def finish(self, item: Int32, m_block: Int32, q_state: RingState, k_state: RingState, v_state: RingState):
         """The last P·V, O and LSE out, and the next item's first scores, if possible before O leaves."""
         config = self.cta.spec.config
-        head, batch, exact = self.cta.scheduler.mailbox.read_rest(q_state.stage)
+        words = (Mailbox.HEAD, Mailbox.BATCH, Mailbox.EXACT)
+        head, batch, exact = (self.mailbox.read(word, q_state.stage, self.lane) for word in words)
         row = self.first_row(m_block)
         self.cta.v_ring.wait(v_state)
         self.issue_pv(v_state)
         if const_expr(not config.share_qo_smem):
-            cute.arch.sync_warp()  # every lane has read the mailbox before lane 0 hands the slot back
             self.cta.q_ring.release(q_state, self.lane)
         trusted = self.softmax.finalize(self.rows_lse, self.mask, self.lane)
         self.epilogue.write_lse(self.rows_lse, row, head, batch)
@@ -308,7 +309,7 @@ class Consumer:
 
         if const_expr(self.cta.may_fail):
             trusted = trusted & self.softmax.is_finite(self.acc_O)
-            self.cta.scheduler.mailbox.judge(item, trusted, exact, self.lane)
+            self.mailbox.judge(item, trusted, exact, self.lane)
         self.softmax.scale_rows(self.rows_O)
         if const_expr(self.cta.spec.causal):
             self.mask.clear_rows_without_keys(self.rows_O, self.lane)
@@ -319,7 +320,6 @@ class Consumer:
         if const_expr(config.share_qo_smem):
             self.epilogue.wait_staging_read()
             if self.epilogue.is_storing_warp:
-                cute.arch.sync_warp()
                 self.cta.q_ring.release(q_state, self.lane)
 
         if const_expr(config.prefetch_scores):
@@ -328,7 +328,6 @@ class Consumer:
                 self.cta.k_ring.release(k_state, self.lane)
                 k_state = k_state.next()
             if next_m_block == PAUSE:
-                cute.arch.sync_warp()
                 self.cta.q_ring.release(next_q, self.lane)
                 next_q = next_q.next()
                 next_m_block = self.receive(next_q)

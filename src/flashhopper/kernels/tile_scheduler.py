@@ -84,6 +84,7 @@ class Mailbox:
     """
 
     ITEM_WORDS = 4
+    M_BLOCK, HEAD, BATCH, EXACT = range(4)
     VERDICTS = 2
 
     def __init__(self, words: cute.Pointer, done: cute.Pointer, num_slots: int):
@@ -105,18 +106,15 @@ class Mailbox:
 
     def post_mark(self, slot: Int32, mark: int) -> None:
         """Producer, one lane: NO_TILE or PAUSE instead of an item."""
-        self.items[0, slot] = Int32(mark)
+        self.items[self.M_BLOCK, slot] = Int32(mark)
 
-    def read_m_block(self, slot: Int32) -> Int32:
-        return self.items[0, slot]
-
-    def read_exact(self, slot: Int32) -> Int32:
-        """Whether the item is a redo that must run exactly."""
-        return self.items[3, slot]
-
-    def read_rest(self, slot: Int32) -> tuple[Int32, Int32, Int32]:
-        """Head, batch and whether the item is a redo that must run exactly."""
-        return self.items[1, slot], self.items[2, slot], self.items[3, slot]
+    @cute.jit
+    def read(self, word: Constexpr[int], slot: Int32, lane: Int32):
+        """Consumer warp: one word of an item. Lane 0 reads for all: it is also the lane that hands the slot back."""
+        items, value = self.items, Int32(0)
+        if lane == 0:
+            value = items[word, slot]
+        return cute.arch.shuffle_sync(value, 0)
 
     @cute.jit
     def judge(self, item: Int32, trusted, exact: Int32, lane: Int32):
