@@ -108,12 +108,12 @@ def select_row(problem: AttentionProblem) -> TileRow:
     raise AssertionError(f"no row of TILE_TABLE covers {problem}")  # validate() admits only what the last rows cover
 
 
-def select_config(problem: AttentionProblem, num_sms: int) -> ForwardConfig:
-    """The configuration for a validated problem on a card with ``num_sms`` multiprocessors."""
+def select_config(problem: AttentionProblem) -> ForwardConfig:
+    """The table's configuration for a validated problem."""
     return _for_dtype(select_row(problem).config, DTYPES[problem.dtype])
 
 
-def select_spec(problem: AttentionProblem, num_sms: int, config: ForwardConfig | None = None) -> KernelSpec:
+def select_spec(problem: AttentionProblem, config: ForwardConfig | None = None) -> KernelSpec:
     """The kernel for a validated problem; ``config`` overrides the table's."""
     row = select_row(problem)
     dtype = DTYPES[problem.dtype]

@@ -85,7 +85,7 @@ class _KernelPlan:
     """A compiled kernel and all that does not change between two calls with the same problem."""
 
     def __init__(self, problem: AttentionProblem, num_sms: int, config: ForwardConfig | None):
-        self.kernel: Callable[..., Any] = get_kernel(select_spec(problem, num_sms, config))
+        self.kernel: Callable[..., Any] = get_kernel(select_spec(problem, config))
         self.device, self.device_index, self.dtype = problem.device, problem.device.index, problem.dtype
         self.out_shape = (problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v)
         self.lse_shape = (problem.batch, problem.num_heads, problem.seqlen_q)

@@ -10,7 +10,7 @@ from flashhopper.config import Dtype
 
 MAX_HEAD_DIM = 256
 MAX_SOFTMAX_SCALE = 2.0**20  # with scores of ordinary size stays below what the kernels' exponents can hold
-MAX_EXTENT = 2**31 - 1  # rows, heads and tiles are counted in 32 bits; offsets in elements are 64-bit
+MAX_EXTENT = 2**31 - 1024  # rows, up to the end of the last tile, and heads are 32-bit; offsets in elements 64-bit
 DTYPES: dict[torch.dtype, Dtype] = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 CPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

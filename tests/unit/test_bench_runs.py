@@ -91,10 +91,10 @@ def test_variant_run_compares_with_the_default(monkeypatch: pytest.MonkeyPatch) 
         return attention(q, k, v, options.causal) if q.shape[1] == check.CHECK_SEQLEN else q, q  # type: ignore[attr-defined]
 
     monkeypatch.setattr(ablation, "forward", fake_forward)
-    monkeypatch.setattr(configs, "select_config", lambda problem, num_sms: base)
+    monkeypatch.setattr(configs, "select_config", lambda problem: base)
     variants = {"stages=1": ForwardConfig(128, 128, 1), "no tma": ForwardConfig(128, 128, tma_store=False)}
     variants["huge"] = ForwardConfig(192, 256)
-    plan = configs.VariantPlan.of(SMALL, configs.explicit_variants(variants), 132)
+    plan = configs.VariantPlan.of(SMALL, configs.explicit_variants(variants))
     assert len(plan.specs) == 6
     options = ablation.VariantOptions(plan, [FakePeer("fa4", clock, 0.5)], seed=1, budget_seconds=20.0)
     results = ablation.VariantRun(options, clock, quiet(), device="cpu").run()

@@ -211,9 +211,8 @@ class Machine:
         k, v = RingState.start(config.num_stages), RingState.start(config.num_stages)
         item = 0
         yield self.full(self.cta.q_ring, q)
-        m_block = mailbox.read_m_block(q.stage)
+        m_block = mailbox.read(Mailbox.M_BLOCK, q.stage, 0)
         while m_block >= 0:
-            head, batch, exact = mailbox.read_rest(q.stage)
             tile_m = config.tile_m
             for _ in range(self.cta.key_blocks(m_block * tile_m, tile_m).num_blocks):
                 yield self.full(self.cta.k_ring, k)
@@ -222,12 +221,14 @@ class Machine:
                 yield self.full(self.cta.v_ring, v)
                 self.release(self.cta.v_ring, v, WARPS_PER_WARPGROUP)
                 v = v.next()
+            words = (Mailbox.HEAD, Mailbox.BATCH, Mailbox.EXACT)
+            head, batch, exact = (mailbox.read(word, q.stage, 0) for word in words)
             if not config.share_qo_smem:
                 self.release(self.cta.q_ring, q, WARPS_PER_WARPGROUP)
             following = q.next()
             if config.prefetch_scores:
                 yield self.full(self.cta.q_ring, following)
-                m_block_ahead = mailbox.read_m_block(following.stage)
+                m_block_ahead = mailbox.read(Mailbox.M_BLOCK, following.stage, 0)
                 if m_block_ahead >= 0:
                     yield self.full(self.cta.k_ring, k)
             if self.cta.may_fail:
@@ -240,7 +241,7 @@ class Machine:
                 self.release(self.cta.q_ring, following, WARPS_PER_WARPGROUP)
                 following = following.next()
             yield self.full(self.cta.q_ring, following)
-            m_block, q = mailbox.read_m_block(following.stage), following
+            m_block, q = mailbox.read(Mailbox.M_BLOCK, following.stage, 0), following
             item += 1
 
     def full(self, ring: TmaRing, state: RingState) -> Blocked:

@@ -72,15 +72,15 @@ class VariantPlan:
     infeasible: list[dict[str, str]]
 
     @classmethod
-    def of(cls, cells: Sequence[Cell], variants: Variants, num_sms: int) -> VariantPlan:
+    def of(cls, cells: Sequence[Cell], variants: Variants) -> VariantPlan:
         """Ask ``variants`` for each cell's configurations, starting from what ``select_config`` picks there."""
         plan = cls({}, [], [])
         for cell in cells:
             problem = problem_of(cell)
             kept = plan.cells.setdefault(cell, {})
-            for name, config in variants(select_config(problem, num_sms)).items():
+            for name, config in variants(select_config(problem)).items():
                 try:  # before compiling: a wrong sum of registers hangs the card
-                    spec = select_spec(problem, num_sms, config)
+                    spec = select_spec(problem, config)
                 except ConfigError as error:
                     reason = str(error).removeprefix(f"{config}: ")
                     plan.infeasible.append({"variant": name, "where": str(cell), "reason": reason})

@@ -32,13 +32,6 @@ def require_hopper() -> None:
         raise BenchError(f"needs a Hopper GPU (H100, H200, H800 or H20, compute capability 9.0): {problem}")
 
 
-def count_sms() -> int:
-    """Streaming multiprocessors of the card; without one, those of H100 SXM and H200."""
-    if not torch.cuda.is_available():
-        return 132
-    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
-
-
 def driver_version() -> str | None:
     program = shutil.which("nvidia-smi")
     if program is None:

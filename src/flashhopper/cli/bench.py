@@ -211,14 +211,14 @@ def _run_tiles(args: argparse.Namespace) -> int:
 def _run_variants(args: argparse.Namespace, variants: Variants, head_dims: tuple[int, ...]) -> int:
     """Plan, compile what the disk cache lacks in parallel, then run; ``--compile-only`` stops there, without a GPU."""
     from flashhopper.bench.configs import VariantPlan
-    from flashhopper.bench.environment import count_sms, require_hopper
+    from flashhopper.bench.environment import require_hopper
     from flashhopper.bench.results import write_json
     from flashhopper.cli.warmup import warm_specs
 
     peers = _peers(args.peers or [], ours=False)
     if not args.compile_only:
         require_hopper()
-    plan = VariantPlan.of(_cells(args, head_dims, (16384, 2048)), variants, count_sms())
+    plan = VariantPlan.of(_cells(args, head_dims, (16384, 2048)), variants)
     _print_skipped(plan.infeasible, "infeasible: ")
     code = warm_specs(plan.specs, args.jobs)
     if args.compile_only:
