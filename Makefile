@@ -12,8 +12,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-gpu lint format docs venv clean
 
-PYTHONS := python3 python3.13 python3.12 python3.11
-SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+PYTHONS := python3 python3.14 python3.13 python3.12 python3.11
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
 ifndef PYTHON
 PYTHON := $(shell for p in $(PYTHONS); do $$p -c '$(SUPPORTED)' 2>/dev/null && echo $$p && break; done)
 endif
@@ -72,7 +72,7 @@ docs: $(DOCS_ENV)
 venv: $(DEV_ENV)
 
 .venv/demo.stamp: pyproject.toml constraints-dev.txt
-	@test -n "$(PYTHON)" || { echo "make: needs Python 3.11, 3.12 or 3.13 (tried $(PYTHONS)); set PYTHON=..." >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "make: needs Python 3.11 to 3.14 (tried $(PYTHONS)); set PYTHON=..." >&2; exit 1; }
 	@echo "Setting up .venv with $$($(PYTHON) --version) (a few minutes, once)"
 	$(PYTHON) -m venv .venv
 	$(PIP) torch

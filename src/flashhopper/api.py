@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flashhopper import ops
-from flashhopper.problem import AttentionOptions
+from flashhopper.problem import AttentionOptions, refuse_tensors
 
 
 def flash_attn_func(
@@ -17,6 +17,11 @@ def flash_attn_func(
     softmax_scale: float | None = None,
     causal: bool = False,
     *,
+    qv: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    learnable_sink: torch.Tensor | None = None,
     window_size: tuple[int, int] = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
@@ -40,6 +45,7 @@ def flash_attn_func(
         v: ``(batch, seqlen_k, heads_k, head_dim_v)``. Both head dims are multiples of 8 from 8 to 256.
         softmax_scale: factor on q·k, from 0 to 2**20; None is ``head_dim ** -0.5``.
         causal: query i sees keys 0 … i + seqlen_k - seqlen_q (aligned to the bottom right).
+        qv, q_descale, k_descale, v_descale, learnable_sink: only None is accepted today.
         window_size, attention_chunk, softcap, num_splits, pack_gqa: FA3's names; only the defaults are accepted today
             (``pack_gqa=False`` too).
         deterministic: concerns the backward; the forward always is.
@@ -59,6 +65,7 @@ def flash_attn_func(
         RuntimeError: a GPU that is not Hopper.
         ImportError: a kernel is needed and the CuTe DSL is not installed.
     """
+    refuse_tensors(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, learnable_sink=learnable_sink)
     options = AttentionOptions(
         softmax_scale, causal, window_size, attention_chunk, softcap, num_splits, pack_gqa, deterministic, sm_margin
     )

@@ -56,7 +56,7 @@ class ForwardConfig:
     num_q_stages: int = 1
     """Buffers of Q. With 2 the next tile's Q is loaded while this one is still read."""
     q_in_registers: bool = False
-    """Keep Q as WGMMA's register operand, which frees its shared memory for the next tile at once."""
+    """Keep Q as WGMMA's register operand: S = Q Kᵀ then reads half as many operands from shared memory."""
     share_qo_smem: bool = False
     """Stage O in Q's shared memory (where both do not fit); the next Q then waits for the store to have read it."""
     scheduler: Scheduler = "dynamic"
@@ -115,6 +115,8 @@ class ForwardConfig:
             problems.append(f"tile_m={self.tile_m} must be 64, 128 or 192")
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             problems.append(f"tile_n={self.tile_n} must be a multiple of 16 from 16 to 256")
+        if self.num_q_stages > 2:
+            problems.append(f"num_q_stages={self.num_q_stages} must be 1 or 2: the turn barriers know two items")
         for name in ("num_stages", "num_q_stages", "group_waves"):
             if getattr(self, name) < 1:
                 problems.append(f"{name}={getattr(self, name)} must be at least 1")
@@ -131,7 +133,7 @@ class ForwardConfig:
         if held > budget.consumer - 16:
             problems.append(f"S, P, O and Q take {held} of {budget.consumer} registers, at least 16 must be left")
         if self.q_in_registers and self.share_qo_smem:
-            problems.append("q_in_registers frees Q's buffer for the next tile, share_qo_smem would overwrite it")
+            problems.append("q_in_registers with share_qo_smem: head dims that must share have no registers for Q")
         if self.share_qo_smem and self.num_q_stages > 1:
             problems.append("share_qo_smem stages O in the only buffer of Q, num_q_stages must be 1")
         if self.prefetch_scores and (self.num_q_stages < 2 or self.q_in_registers):

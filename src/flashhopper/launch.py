@@ -19,6 +19,7 @@ LOG2_E = 1.4426950408889634
 SMALLEST_SCALE = 1e-30
 TMA_ALIGNMENT = 16  # bytes: base address and strides (CUDA driver API, cuTensorMapEncodeTiled)
 HOPPER = (9, 0)
+MAX_TILES = 2**31 - 2**16  # tile numbers are 32-bit, and each CTA may claim a few past the end
 
 ForwardResult = tuple[torch.Tensor, torch.Tensor]
 
@@ -85,7 +86,15 @@ class _KernelPlan:
     """A compiled kernel and all that does not change between two calls with the same problem."""
 
     def __init__(self, problem: AttentionProblem, num_sms: int, config: ForwardConfig | None):
-        self.kernel: Callable[..., Any] = get_kernel(select_spec(problem, config))
+        spec = select_spec(problem, config)
+        tile_m = spec.config.tile_m
+        num_tiles = -(-problem.seqlen_q // tile_m) * problem.num_heads * problem.batch
+        if num_tiles > MAX_TILES:
+            raise ValueError(
+                f"q has shape {tuple(problem.q.shape)}, {num_tiles} tiles of {tile_m} rows; at most {MAX_TILES} are"
+                " accepted"
+            )
+        self.kernel: Callable[..., Any] = get_kernel(spec)
         self.device, self.device_index, self.dtype = problem.device, problem.device.index, problem.dtype
         self.out_shape = (problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v)
         self.lse_shape = (problem.batch, problem.num_heads, problem.seqlen_q)
@@ -111,15 +120,20 @@ class _KernelPlan:
         return out, lse
 
 
+def _fits_tma(stride: int, unit: int) -> bool:
+    """Whether a stride in elements is a multiple of 16 bytes below 2**40 bytes; ``unit`` is 16 bytes in elements."""
+    return stride % unit == 0 and stride < 2**40 * unit // TMA_ALIGNMENT
+
+
 class _TmaView:
     """Makes a tensor's strides fit TMA, multiples of 16 bytes. One that matters and does not fit costs one copy."""
 
     def __init__(self, facts: TensorFacts):
         unit = TMA_ALIGNMENT // facts.dtype.itemsize
         self.shape = tuple(facts.shape)
-        # The stride of an extent of 1 is never used: any multiple will do.
+        # The stride of an extent of 1 is never used: any multiple will do where the tensor's own does not.
         used = zip(facts.shape[:3], facts.stride[:3], strict=True)
-        self.stride = (*(stride if extent > 1 else unit for extent, stride in used), 1)
+        self.stride = (*(unit if extent == 1 and not _fits_tma(stride, unit) else stride for extent, stride in used), 1)
         self.copies = any(stride % unit for stride in self.stride[:3])
         self.changes = self.copies or self.stride != tuple(facts.stride)
 

@@ -196,6 +196,13 @@ class AttentionProblem(NamedTuple):
                 raise NotImplementedError(f"{name}={value!r} is not there yet; accepted today: {today}")
 
 
+def refuse_tensors(**tensors: torch.Tensor | None) -> None:
+    """NotImplementedError for a tensor argument that is not there yet and is not None."""
+    for name, value in tensors.items():
+        if value is not None:
+            raise NotImplementedError(f"{name} is not there yet; accepted today: None, got {type(value).__name__}")
+
+
 # Options that are not there yet: their types, and the values that ask for nothing.
 _LATER: dict[str, tuple[tuple[type, ...], tuple[object, ...]]] = {
     "window_size": ((tuple,), ((-1, -1),)),

@@ -235,3 +235,11 @@ def test_an_unhashable_option_is_named() -> None:
     q = torch.randn(1, 4, 2, 8)
     with pytest.raises(TypeError, match="window_size must be tuple, got list"):
         flash_attn_func(q, q, q, window_size=[-1, -1])
+
+
+@pytest.mark.parametrize("name", ["qv", "q_descale", "k_descale", "v_descale", "learnable_sink"])
+def test_tensor_arguments_that_are_not_there_yet_are_refused(name: str) -> None:
+    q = torch.randn(1, 4, 2, 8)
+    assert torch.equal(flash_attn_func(q, q, q, **{name: None}), flash_attn_func(q, q, q))
+    with pytest.raises(NotImplementedError, match=f"{name} is not there yet; accepted today: None, got Tensor"):
+        flash_attn_func(q, q, q, **{name: torch.ones(1)})

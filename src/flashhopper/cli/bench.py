@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashhopper.bench import BenchError
+from flashhopper.cli.warmup import positive
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,7 +70,7 @@ def _reporting_errors(run: Run) -> Run:
 
 def _add_grid_arguments(parser: argparse.ArgumentParser, head_dims: str, seqlens: str) -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--head-dim", type=int, nargs="+", metavar="D", help=f"default: {head_dims}")
+    parser.add_argument("--head-dim", type=_head_dim, nargs="+", metavar="D", help=f"default: {head_dims}")
     parser.add_argument("--seqlen", type=_seqlen, nargs="+", metavar="S", help=f"512, 16k, ... (default: {seqlens})")
     mask = parser.add_mutually_exclusive_group()
     for name, text in (("full", "no mask"), ("causal", "the causal mask"), ("both", "both (the default)")):
@@ -90,7 +91,8 @@ def _add_budget_arguments(parser: argparse.ArgumentParser, seconds: str, default
 
 def _add_compile_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile-only", action="store_true", help="fill the kernel cache and stop; needs no GPU")
-    parser.add_argument("--jobs", type=int, metavar="N", help="processes that compile (default: this machine's cores)")
+    text = "processes that compile (default: this machine's cores)"
+    parser.add_argument("--jobs", type=positive, metavar="N", help=text)
 
 
 def _add_forward(commands: Subparsers) -> None:
@@ -285,6 +287,13 @@ def _seed(args: argparse.Namespace) -> int:
     seed: int = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
     print(f"seed {seed}")
     return seed
+
+
+def _head_dim(text: str) -> int:
+    """What ``flash_attn_func`` takes, so that a wrong one is an error here and not an empty table."""
+    if not text.isdigit() or int(text) % 8 or not 8 <= int(text) <= 256:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a multiple of 8 from 8 to 256")
+    return int(text)
 
 
 def _seqlen(text: str) -> int:

@@ -27,7 +27,7 @@ def add_parser(subparsers: Any) -> None:
     """Add ``warmup``."""
     text = "compile every kernel of the tile table into the disk cache; needs no GPU"
     parser = subparsers.add_parser("warmup", help=text, description=text)
-    parser.add_argument("--jobs", type=_positive, metavar="N", help="processes (default: the cores of this machine)")
+    parser.add_argument("--jobs", type=positive, metavar="N", help="processes (default: the cores of this machine)")
     parser.add_argument("--dtype", choices=tuple(ELEMENT_BYTES), nargs="+", help="only these types")
     parser.add_argument(
         "--head-dim", type=int, nargs="+", metavar="D", help="only the kernels that serve these head dimensions of q, k"
@@ -35,7 +35,8 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """argparse's type of a count."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")

@@ -14,9 +14,9 @@ from flashhopper.kernels.cta import Cta
 from flashhopper.kernels.epilogue import Epilogue, Output
 from flashhopper.kernels.mask import ROWS_PER_THREAD, KeyMask, rows_view
 from flashhopper.kernels.pipeline import WARPS_PER_WARPGROUP, RingState
-from flashhopper.kernels.smem import NamedBarrier
 from flashhopper.kernels.softmax import ExactSoftmax
 from flashhopper.kernels.tile_scheduler import PAUSE, Mailbox
+from flashhopper.kernels.turns import TurnTaking
 
 
 class Operands(NamedTuple):
@@ -38,49 +38,6 @@ def gemm(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Ten
         cute.gemm(atom, acc, a[None, None, k_block], b[None, None, k_block], acc)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
-
-
-class TurnTaking:
-    """Named barriers that order the warpgroups, so that one's softmax runs under another's GEMMs.
-
-    ``ping_pong``: every block's GEMMs are issued in turn. ``stagger``: only the first GEMM of a tile waits, for the one
-    of the warpgroup before; from there they stay apart by themselves.
-    """
-
-    def __init__(self, order: str, num_warpgroups: int, index: Int32):
-        self.ping_pong = order == "ping_pong" and num_warpgroups > 1
-        self.stagger = order == "stagger" and num_warpgroups > 1
-        self.last, self.index = num_warpgroups - 1, index
-        self.mine = NamedBarrier.TURN + index
-        self.next = NamedBarrier.TURN + (index + 1) % num_warpgroups
-
-    @cute.jit
-    def start(self):
-        if const_expr(self.ping_pong):
-            if self.index == self.last:
-                ptx.named_barrier_arrive(NamedBarrier.TURN, 2 * WARPGROUP_THREADS)
-
-    @cute.jit
-    def await_block(self):
-        if const_expr(self.ping_pong):
-            ptx.named_barrier_wait(self.mine, 2 * WARPGROUP_THREADS)
-
-    @cute.jit
-    def pass_block(self):
-        if const_expr(self.ping_pong):
-            ptx.named_barrier_arrive(self.next, 2 * WARPGROUP_THREADS)
-
-    @cute.jit
-    def await_tile(self):
-        if const_expr(self.stagger):
-            if self.index > 0:
-                ptx.named_barrier_wait(self.mine, 2 * WARPGROUP_THREADS)
-
-    @cute.jit
-    def pass_tile(self):
-        if const_expr(self.stagger):
-            if self.index < self.last:
-                ptx.named_barrier_arrive(self.next, 2 * WARPGROUP_THREADS)
 
 
 class Consumer:
@@ -169,8 +126,8 @@ class Consumer:
         if num_skipped > 0:
             # Before the skipped blocks: the others, which free the stages that this warpgroup's block is loaded into,
             # must not wait for its turn.
-            self.turns.await_tile()
-            self.turns.pass_tile()
+            self.turns.await_tile(q_state.stage)
+            self.turns.pass_tile(q_state.stage)
         for _ in cutlass.range(num_skipped, unroll=1):
             self.cta.k_ring.wait(k_state)
             self.cta.k_ring.release(k_state, self.lane)
@@ -181,13 +138,13 @@ class Consumer:
             k_state, v_state = k_state.next(), v_state.next()
         self.cta.k_ring.wait(k_state)
         if num_skipped == 0:
-            self.turns.await_tile()
+            self.turns.await_tile(q_state.stage)
         self.turns.await_block()
         self.issue_qk(q_state, k_state)
         self.turns.pass_block()
         warpgroup.wait_group(0)
         if num_skipped == 0:
-            self.turns.pass_tile()
+            self.turns.pass_tile(q_state.stage)
         self.cta.k_ring.release(k_state, self.lane)
         return k_state.next(), v_state
 
@@ -295,14 +252,14 @@ class Consumer:
             if is_issued:
                 is_issued = self.num_skipped(next_m_block) == 0
             if is_issued:
-                self.turns.await_tile()
+                self.turns.await_tile(next_q.stage)
                 self.turns.await_block()
                 self.cta.k_ring.wait(k_state)
             # Issued in any case, ptxas serialises conditional WGMMAs; without an item the scores are not used.
             self.issue_qk(next_q, k_state)
             if is_issued:
                 self.turns.pass_block()
-                self.turns.pass_tile()
+                self.turns.pass_tile(next_q.stage)
         warpgroup.wait_group(1 if config.prefetch_scores else 0)
         self.cta.v_ring.release(v_state, self.lane)
         v_state = v_state.next()

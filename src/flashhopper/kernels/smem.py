@@ -20,6 +20,7 @@ class NamedBarrier(IntEnum):
 
     TURN = 1
     EPILOGUE = 4
+    TURN_SLOT_1 = 7
 
 
 class TileLayouts(NamedTuple):

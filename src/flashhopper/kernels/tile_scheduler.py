@@ -43,8 +43,10 @@ class TileGrid(NamedTuple):
         seqlen_k, num_heads_k, _ = shape_k
         num_m_blocks, total = ceil_div(seqlen_q, config.tile_m), num_heads * batch
         kv_row_bytes = ELEMENT_BYTES[spec.dtype] * (spec.head_dim + spec.head_dim_v)
-        heads_in_l2 = maximum(L2_KV_BYTES // kv_row_bytes // seqlen_k, 1) * (num_heads // num_heads_k)
         heads_in_waves = ceil_div(config.group_waves * num_ctas, num_m_blocks)
+        kv_heads_in_l2 = maximum(L2_KV_BYTES // kv_row_bytes // seqlen_k, 1)
+        # Short keys fit by the hundred thousand; cut to what is used before the product can pass 32 bits.
+        heads_in_l2 = minimum(kv_heads_in_l2, heads_in_waves) * (num_heads // num_heads_k)
         group = minimum(minimum(heads_in_l2, heads_in_waves), total)
         return cls(num_m_blocks, num_heads, total, group, spec.causal)
 
