@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from int32 import Int32
 
 from flashhopper.config import ROWS_PER_WARPGROUP
 from flashhopper.heuristics import TILE_TABLE
 from flashhopper.kernels.block_range import BlockRange, key_blocks
 from flashhopper.problem import MAX_EXTENT
 
-INT32_MAX = 2**31 - 1
 TILES = sorted({(row.config.tile_m, row.config.tile_n) for row in TILE_TABLE})
 
 
@@ -89,29 +89,6 @@ def test_the_tiles_of_the_table(tile_m: int, tile_n: int, causal: bool, data: st
 
     seqlen_q, seqlen_k = data.draw(length(tile_m)), data.draw(length(tile_n))
     check_sequence(seqlen_q, seqlen_k, tile_m, ROWS_PER_WARPGROUP, tile_n, causal)
-
-
-class Int32(int):
-    """An int that refuses to leave 32 bits, as the kernel's would wrap around."""
-
-    def __new__(cls, value: int) -> Int32:
-        if not -INT32_MAX - 1 <= value <= INT32_MAX:
-            raise OverflowError(value)
-        return super().__new__(cls, value)
-
-    def __add__(self, other: int) -> Int32:
-        return Int32(int(self) + int(other))
-
-    def __sub__(self, other: int) -> Int32:
-        return Int32(int(self) - int(other))
-
-    def __mul__(self, other: int) -> Int32:
-        return Int32(int(self) * int(other))
-
-    def __floordiv__(self, other: int) -> Int32:
-        return Int32(int(self) // int(other))
-
-    __radd__, __rmul__ = __add__, __mul__
 
 
 @given(

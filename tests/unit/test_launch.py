@@ -27,8 +27,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch, name: str, major: int, minor: int) 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
 
 
-def plan_on_card(sm_margin: int = 0) -> object:
-    facts = TensorFacts.of(torch.empty(1, 5, 2, 64, dtype=BF16))._replace(device=CARD)
+def plan_on_card(sm_margin: int = 0, batch: int = 1, heads: int = 2) -> object:
+    one = torch.empty(1, 1, 1, 64, dtype=BF16)
+    facts = TensorFacts.of(one.expand(batch, 5, heads, 64))._replace(device=CARD)
     options = AttentionOptions(sm_margin=sm_margin)
     return launch._plan.__wrapped__(AttentionProblem(facts, facts, facts, options), (), None)
 
@@ -48,6 +49,12 @@ def test_sm_margin_must_leave_a_multiprocessor(monkeypatch: pytest.MonkeyPatch) 
     pretend(monkeypatch, "NVIDIA H100", 9, 0)
     with pytest.raises(ValueError, match="sm_margin is 108; the card has 108 SMs, at least 1 must be left"):
         plan_on_card(sm_margin=108)
+
+
+def test_tiles_are_counted_in_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "NVIDIA H200", 9, 0)
+    with pytest.raises(ValueError, match=f"{2**31} tiles of 128 rows; at most {2**31 - 2**16} are accepted"):
+        plan_on_card(batch=2**15, heads=2**16)
 
 
 STORAGE = torch.arange(2**16).to(BF16)

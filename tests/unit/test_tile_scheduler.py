@@ -8,8 +8,9 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from int32 import Int32
 
-from flashhopper.config import KernelSpec
+from flashhopper.config import ForwardConfig, KernelSpec
 from flashhopper.heuristics import all_specs
 from flashhopper.kernels.block_range import key_blocks
 from flashhopper.kernels.tile_scheduler import L2_KV_BYTES, TileCoord, TileGrid
@@ -114,3 +115,14 @@ def test_a_causal_launch_ends_with_its_shortest_tiles(spec: KernelSpec) -> None:
         heads = len({(head, batch) for _, head, batch in members})
         assert {m_block for m_block, _, _ in members[-heads:]} == {0}
         assert {m_block for m_block, _, _ in members[:heads]} == {grid.num_m_blocks - 1}
+
+
+@pytest.mark.parametrize("heads, seqlen_k", [(2**14, 1), (2**15, 2), (2**17, 8), (8, 2**30)])
+def test_groups_are_computed_in_32_bits(heads: int, seqlen_k: int) -> None:
+    """Many query heads on one key head whose keys are few: 131,072 such key heads fit in L2."""
+    spec = KernelSpec("bfloat16", 64, 64, False, ForwardConfig(128, 128))
+    shape_q, shape_k = tuple(map(Int32, (1, heads, 1))), tuple(map(Int32, (seqlen_k, 1, 1)))
+    grid = TileGrid.create(shape_q, shape_k, spec, Int32(132))
+    assert 1 <= grid.group <= heads
+    assert grid.num_tiles == heads
+    assert grid.coord(heads - 1) == (0, heads - 1, 0)
