@@ -73,9 +73,9 @@ TILE_TABLE: tuple[TileRow, ...] = (
         True,
         None,
         ForwardConfig(128, 128, num_stages=2, q_in_registers=True, group_waves=_CAUSAL_WAVES),
-        "Q in registers: 702 TFLOPS at 16k keys and 611 at 4k, from shared memory 660 and 588, but 687 to 679 at 16k and "
-        "552 to 542 at 2k in another run; 160 keys with O in Q's buffer: 690 at 16k, 579 at 4k; 112 and 96 keys are 5 % "
-        "slower at 8k",
+        "Q in registers: 702 TFLOPS at 16k keys and 611 at 4k, from shared memory 660 and 588, but in another run 687 "
+        "to 679 at 16k and 552 to 542 at 2k; 160 keys with O in Q's buffer: 690 at 16k and 579 at 4k; 112 and 96 keys "
+        "are 5 % slower at 8k",
     ),
     *_rows(
         192,
