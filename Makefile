@@ -1,4 +1,5 @@
 # make demo   semantic search with flash_attn_func (on the CPU where there is no Hopper GPU)
+# make train  train a small GPT with flash_attn_func and with plain PyTorch attention, and compare the losses
 # make test   ruff, mypy, and the tests that need no GPU
 # make docs   the documentation as a site, in site/
 #
@@ -10,7 +11,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint format docs venv clean
+.PHONY: help demo train test test-gpu lint format docs venv clean
 
 PYTHONS := python3 python3.14 python3.13 python3.12 python3.11
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
@@ -50,6 +51,9 @@ help:
 
 demo: $(DEMO_ENV)
 	$(RUN) examples/semantic_search.py $(ARGS)
+
+train: $(DEMO_ENV)
+	$(RUN) examples/train_gpt.py $(ARGS)
 
 test: lint
 	OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses auto --maxprocesses 8 tests/unit tests/compile $(ARGS)

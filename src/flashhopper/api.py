@@ -35,7 +35,8 @@ def flash_attn_func(
     """Exact attention: ``softmax(softmax_scale · q kᵀ + mask) v``, as in FlashAttention-3 (Shah et al. 2024, sec. 3).
 
     CUDA tensors run through the Hopper kernels, on torch's current stream and without host synchronisation; CPU tensors
-    through the reference, with the same semantics and errors.
+    through the reference, with the same semantics and errors. Differentiable once, through out and LSE, with respect to
+    q, k and v (FlashAttention-2, Dao 2023, sec. 3.1.2); saved for that are q, k, v, out and LSE.
 
     Args:
         q: ``(batch, seqlen_q, heads, head_dim)``, bfloat16 or float16 (on the CPU also float32 and float64). Any
@@ -48,7 +49,8 @@ def flash_attn_func(
         qv, q_descale, k_descale, v_descale, learnable_sink: only None is accepted today.
         window_size, attention_chunk, softcap, num_splits, pack_gqa: FA3's names; only the defaults are accepted today
             (``pack_gqa=False`` too).
-        deterministic: concerns the backward; the forward always is.
+        deterministic: the backward adds the parts of dq in a fixed order, so that the same inputs give the same bits.
+            Without it dq may differ in the last bits from run to run; dk, dv and the forward never do.
         sm_margin: multiprocessors to leave to other work, at least 0.
         return_attn_probs: FA3's name for ``return_lse``.
         return_lse: return ``(out, lse)``.
@@ -61,8 +63,8 @@ def flash_attn_func(
     Raises:
         TypeError: a wrong type or dtype.
         ValueError: shapes, ranges, devices that do not fit.
-        NotImplementedError: an option that is not there yet; backward on CUDA tensors.
-        RuntimeError: a GPU that is not Hopper.
+        NotImplementedError: an option that is not there yet.
+        RuntimeError: a GPU that is not Hopper; a second derivative on CUDA tensors.
         ImportError: a kernel is needed and the CuTe DSL is not installed.
     """
     refuse_tensors(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, learnable_sink=learnable_sink)

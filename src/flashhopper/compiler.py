@@ -1,4 +1,4 @@
-"""From a :class:`KernelSpec` to a callable: from memory, from disk, or compiled for sm_90a, with or without a GPU."""
+"""From a spec to a callable: from memory, from disk, or compiled for sm_90a, with or without a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flashhopper.config import KernelSpec
+from flashhopper.config import AnySpec, BackwardSpec, PostprocessSpec, PreprocessSpec
 from flashhopper.disk_cache import DiskCache, cache_dir
 from flashhopper.kernel_binary import Kernel, export_object, link_shared, load_kernel
 from flashhopper.toolchain import COMPILE_OPTIONS, Toolchain, current_toolchain
@@ -38,13 +38,25 @@ def source_digest(package: Path = Path(__file__).parent) -> str:
 _sources = functools.cache(source_digest)  # as they were when this process first looked: what it has imported
 
 
-def kernel_key(spec: KernelSpec, toolchain: Toolchain, sources: str) -> str:
+def kernel_key(spec: AnySpec, toolchain: Toolchain, sources: str) -> str:
     """The key of a kernel on disk: the spec, the sources and the toolchain, nothing else."""
     return hashlib.sha256(repr((spec, toolchain, sources)).encode()).hexdigest()
 
 
-def compile_spec(spec: KernelSpec, options: str = COMPILE_OPTIONS) -> Any:
+def compile_spec(spec: AnySpec, options: str = COMPILE_OPTIONS) -> Any:
     """Compile for sm_90a and return what ``cute.compile`` returns. Imports cutlass."""
+    if isinstance(spec, BackwardSpec):
+        from flashhopper.kernels.backward import compile_backward
+
+        return compile_backward(spec, options=options)
+    if isinstance(spec, PreprocessSpec):
+        from flashhopper.kernels.backward_pre import compile_preprocess
+
+        return compile_preprocess(spec, options=options)
+    if isinstance(spec, PostprocessSpec):
+        from flashhopper.kernels.backward_post import compile_postprocess
+
+        return compile_postprocess(spec, options=options)
     from flashhopper.kernels.forward import compile_forward
 
     return compile_forward(spec, options=options)
@@ -62,13 +74,13 @@ def _announce(message: str) -> None:
 class _Request(NamedTuple):
     """One kernel to be had, and where it is or would be on disk."""
 
-    spec: KernelSpec
+    spec: AnySpec
     key: str
     toolchain: Toolchain
     disk: DiskCache
 
     @classmethod
-    def of(cls, spec: KernelSpec) -> _Request:
+    def of(cls, spec: AnySpec) -> _Request:
         toolchain = current_toolchain()
         return cls(spec, kernel_key(spec, toolchain, _sources()), toolchain, DiskCache(cache_dir()))
 
@@ -78,16 +90,16 @@ class KernelCache:
 
     def __init__(
         self,
-        compile_function: Callable[[KernelSpec], Any] = compile_spec,
+        compile_function: Callable[[AnySpec], Any] = compile_spec,
         export_function: Callable[[Any, str, str], bytes] = export_object,
         load_function: Callable[[Path, str], Kernel] = load_kernel,
     ) -> None:
         self._compile_function = compile_function
         self._export_function = export_function
         self._load_function = load_function
-        self._kernels: dict[KernelSpec, Kernel] = {}
+        self._kernels: dict[AnySpec, Kernel] = {}
 
-    def get(self, spec: KernelSpec) -> Kernel:
+    def get(self, spec: AnySpec) -> Kernel:
         """The kernel of ``spec``, ready to be called. Compiles it at most once, however many threads ask."""
         kernel = self._kernels.get(spec)
         if kernel is None:
@@ -101,7 +113,7 @@ class KernelCache:
                     self._kernels[spec] = kernel
         return kernel
 
-    def warm(self, spec: KernelSpec) -> bool:
+    def warm(self, spec: AnySpec) -> bool:
         """Put the kernel of ``spec`` into the disk cache. False if it was there; OSError if it cannot be stored."""
         with compile_lock:
             request = _Request.of(spec)
@@ -164,7 +176,7 @@ class KernelCache:
 _default_cache = KernelCache()
 
 
-def get_kernel(spec: KernelSpec) -> Kernel:
+def get_kernel(spec: AnySpec) -> Kernel:
     """The kernel of ``spec``: a callable that takes positional torch tensors and numbers, on torch's current stream.
 
     From memory, else from disk, else compiled. Raises ImportError, with what to install, without nvidia-cutlass-dsl.
@@ -172,12 +184,12 @@ def get_kernel(spec: KernelSpec) -> Kernel:
     return _default_cache.get(spec)
 
 
-def warm_kernel(spec: KernelSpec) -> bool:
+def warm_kernel(spec: AnySpec) -> bool:
     """Put the kernel of ``spec`` into the disk cache. False if it was there; OSError if it cannot be stored."""
     return _default_cache.warm(spec)
 
 
-def is_cached(spec: KernelSpec) -> bool:
+def is_cached(spec: AnySpec) -> bool:
     """Whether the kernel of ``spec`` is in the disk cache, undamaged."""
     request = _Request.of(spec)
     return request.disk.find(spec.name, request.key, ".o") is not None

@@ -20,6 +20,7 @@ Dtype = Literal["bfloat16", "float16"]
 Scheduler = Literal["single", "static", "dynamic"]
 Softmax = Literal["exact", "lazy"]
 WarpgroupOrder = Literal["free", "stagger", "ping_pong"]
+BackwardSplit = Literal["keys", "operands"]
 
 ELEMENT_BYTES: dict[Dtype, int] = {"bfloat16": 2, "float16": 2}
 
@@ -146,6 +147,14 @@ class ForwardConfig:
             raise ConfigError(f"{self}: {'; '.join(problems)}")
 
 
+def _check_padded_dims(dtype: str, head_dim: int, head_dim_v: int) -> None:
+    if dtype not in ELEMENT_BYTES:
+        raise ConfigError(f"dtype={dtype!r}: accepted are {', '.join(ELEMENT_BYTES)}")
+    for name, value in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
+        if value % 32 or not 64 <= value <= 256:
+            raise ConfigError(f"{name}={value} must be a multiple of 32 from 64 to 256; TMA pads what is smaller")
+
+
 @dataclass(frozen=True)
 class KernelSpec:
     """Everything a compiled forward kernel is specialised for, and the key of the kernel cache.
@@ -160,14 +169,9 @@ class KernelSpec:
     config: ForwardConfig = field()
 
     def __post_init__(self) -> None:
-        if self.dtype not in ELEMENT_BYTES:
-            raise ConfigError(f"dtype={self.dtype!r}: accepted are {', '.join(ELEMENT_BYTES)}")
+        _check_padded_dims(self.dtype, self.head_dim, self.head_dim_v)
         if self.dtype == "float16" and self.config.softmax == "lazy":
             raise ConfigError("softmax='lazy' lets P grow to 2**30, float16 ends at 65504: use softmax='exact'")
-        for name in ("head_dim", "head_dim_v"):
-            value = getattr(self, name)
-            if value % 32 or not 64 <= value <= 256:
-                raise ConfigError(f"{name}={value} must be a multiple of 32 from 64 to 256; TMA pads what is smaller")
         self.config.check_feasible(self.head_dim, self.head_dim_v)
 
     @property
@@ -176,3 +180,162 @@ class KernelSpec:
         kind = "causal" if self.causal else "full"
         tile = f"{self.config.tile_m}x{self.config.tile_n}"
         return f"fwd_{self.dtype}_d{self.head_dim}x{self.head_dim_v}_{kind}_{tile}"
+
+
+# Producer, dQ warpgroup and consumers. With all four products a consumer of head_dim 128 spilled at 200.
+_BACKWARD_ROLE_REGISTERS = {"keys": (24, 72, 208), "operands": (32, 96, 192)}
+
+
+class BackwardRegisters(NamedTuple):
+    """Registers per thread of the backward kernel: at entry, and of each role after ``setmaxnreg``."""
+
+    entry: int
+    producer: int
+    dq: int
+    consumer: int
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """How the backward kernel cuts and orders the work.
+
+    One CTA keeps ``tile_n`` keys and loops over blocks of ``tile_m`` query rows. Its four warpgroups: the producer, one
+    that computes dQ = dS K and adds it to global memory, and two consumers, which share the other four products.
+    """
+
+    tile_m: int
+    tile_n: int
+    split: BackwardSplit = "keys"
+    """``keys``: each consumer has 64 keys and both accumulators, dK and dV. ``operands``: 64 keys, one consumer has S
+    and dV, the other dP and dK; for head dims whose two accumulators do not fit one warpgroup's registers."""
+    num_q_stages: int = 2
+    num_do_stages: int = 2
+    num_ds_stages: int = 2
+    dq_columns: int = 64
+    """Columns of dQ that are accumulated, staged and added at a time."""
+    num_dq_stages: int = 1
+    """Staging tiles of dQ. With 2 the next one is written while the copy engine reads this one."""
+    warpgroup_order: WarpgroupOrder = "free"
+    """How consumers of ``split="keys"`` are kept apart, so that one's softmax runs under another's GEMMs; as in
+    :class:`ForwardConfig`."""
+    overlap_gemm_softmax: bool = False
+    """With ``split="keys"``: compute P of the next query block under dK += dSᵀ Q. Where registers allow it."""
+    group_waves: int = 2
+    """Size of the group of key heads worked on at a time: as many as give each SM this many tiles, if L2 holds them."""
+
+    @property
+    def num_threads(self) -> int:
+        return WARPGROUP_THREADS * 4
+
+    @property
+    def key_groups(self) -> int:
+        """Row groups of 64 keys, which are the warpgroups that share an MMA over the tile's keys."""
+        return self.tile_n // ROWS_PER_WARPGROUP
+
+    def registers(self) -> BackwardRegisters:
+        """Registers per thread at entry and per role; 128 at entry is what 512 threads can have."""
+        case = "operands" if self.split == "operands" or self.dq_columns > 64 else "keys"
+        return BackwardRegisters(128, *_BACKWARD_ROLE_REGISTERS[case])
+
+    def accumulator_registers(self, head_dim: int, head_dim_v: int) -> int:
+        """Registers per consumer thread that the accumulators, P and dS take."""
+        per_thread = ROWS_PER_WARPGROUP / WARPGROUP_THREADS
+        outputs = head_dim + head_dim_v if self.split == "keys" else max(head_dim, head_dim_v)
+        return int((outputs + 1.5 * self.tile_m) * per_thread)
+
+    def smem_bytes(self, head_dim: int, head_dim_v: int, element_bytes: int = 2) -> int:
+        """Bytes of shared memory of one CTA, computed as ``kernels/backward_smem.py`` lays it out."""
+        keys = self.tile_n * (head_dim + head_dim_v) * element_bytes
+        queries = self.num_q_stages * self.tile_m * (head_dim * element_bytes + 4)
+        gradients = self.num_do_stages * self.tile_m * (head_dim_v * element_bytes + 4)
+        scores = self.num_ds_stages * self.tile_m * self.tile_n * element_bytes
+        exchanged = self.tile_m * self.tile_n * element_bytes if self.split == "operands" else 0
+        staging = self.num_dq_stages * ROWS_PER_WARPGROUP * self.dq_columns * 4
+        barriers = 1024  # mbarriers, rounded up to the tiles' alignment
+        return barriers + keys + queries + gradients + scores + exchanged + staging
+
+    def check_feasible(self, head_dim: int, head_dim_v: int) -> None:
+        """Raise :class:`ConfigError` unless the kernel fits the card (a wrong register sum hangs it silently)."""
+        problems = []
+        if self.tile_m not in (64, 128):
+            problems.append(f"tile_m={self.tile_m} must be 64 or 128")
+        keys = {"keys": 128, "operands": 64}[self.split]
+        if self.tile_n != keys:
+            problems.append(f"tile_n={self.tile_n} must be {keys} with split={self.split!r}")
+        if head_dim % self.dq_columns or self.dq_columns > 128:
+            problems.append(f"dq_columns={self.dq_columns} must divide head_dim={head_dim} and be at most 128")
+        chunks = self.tile_m // ROWS_PER_WARPGROUP * head_dim // self.dq_columns
+        if self.num_dq_stages not in (1, 2) or chunks % self.num_dq_stages:
+            problems.append(
+                f"num_dq_stages={self.num_dq_stages} must be 1 or 2 and divide the {chunks} chunks of a step"
+            )
+        if self.split == "operands" and (self.warpgroup_order != "free" or self.overlap_gemm_softmax):
+            problems.append("warpgroup_order and overlap_gemm_softmax are for split='keys'")
+        for name in ("num_q_stages", "num_do_stages", "num_ds_stages"):
+            if not 1 <= getattr(self, name) <= 4:
+                problems.append(f"{name}={getattr(self, name)} must be from 1 to 4")
+        smem = self.smem_bytes(head_dim, head_dim_v)
+        if smem > SMEM_BYTES_PER_CTA:
+            problems.append(f"needs {smem} bytes of shared memory, the card has {SMEM_BYTES_PER_CTA}")
+        budget = self.registers()
+        handed_out = budget.producer + budget.dq + 2 * budget.consumer
+        if handed_out > 4 * budget.entry:
+            problems.append(f"setmaxnreg hands out {handed_out} of {4 * budget.entry} registers per thread of four")
+        held = self.accumulator_registers(head_dim, head_dim_v)
+        if held > budget.consumer - 8:
+            problems.append(f"accumulators, P and dS take {held} of {budget.consumer} registers, 8 must be left")
+        if problems:
+            raise ConfigError(f"{self}: {'; '.join(problems)}")
+
+
+@dataclass(frozen=True)
+class BackwardSpec:
+    """Everything the main backward kernel is specialised for, and its key in the kernel cache."""
+
+    dtype: Dtype
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+    deterministic: bool
+    config: BackwardConfig
+
+    def __post_init__(self) -> None:
+        _check_padded_dims(self.dtype, self.head_dim, self.head_dim_v)
+        self.config.check_feasible(self.head_dim, self.head_dim_v)
+
+    @property
+    def name(self) -> str:
+        """A readable name, one line in logs: ``bwd_bfloat16_d128x128_causal_64x128``."""
+        kind = "causal" if self.causal else "full"
+        order = "_deterministic" if self.deterministic else ""
+        dims, tile = f"d{self.head_dim}x{self.head_dim_v}", f"{self.config.tile_m}x{self.config.tile_n}"
+        return f"bwd_{self.dtype}_{dims}_{kind}{order}_{tile}"
+
+
+@dataclass(frozen=True)
+class PreprocessSpec:
+    """The kernel before the main one: delta, the base-2 LSE and a zeroed dQ accumulator."""
+
+    dtype: Dtype
+    head_dim: int
+    head_dim_v: int
+    has_lse_grad: bool
+
+    @property
+    def name(self) -> str:
+        return f"bwd_pre_{self.dtype}_d{self.head_dim}x{self.head_dim_v}{'_lse' if self.has_lse_grad else ''}"
+
+
+@dataclass(frozen=True)
+class PostprocessSpec:
+    """The kernel after the main one: dQ from the fp32 accumulator."""
+
+    dtype: Dtype
+    head_dim: int
+
+    @property
+    def name(self) -> str:
+        return f"bwd_post_{self.dtype}_d{self.head_dim}"
+
+
+AnySpec = KernelSpec | BackwardSpec | PreprocessSpec | PostprocessSpec

@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from flashhopper.config import Dtype, ForwardConfig, KernelSpec
+from flashhopper.config import (
+    AnySpec,
+    BackwardConfig,
+    BackwardSpec,
+    Dtype,
+    ForwardConfig,
+    KernelSpec,
+    PostprocessSpec,
+    PreprocessSpec,
+)
 from flashhopper.problem import DTYPES, AttentionProblem
 
 
@@ -71,6 +80,14 @@ TILE_TABLE: tuple[TileRow, ...] = (
         128,
         128,
         True,
+        2048,
+        replace(_D128, group_waves=_CAUSAL_WAVES),
+        "two buffers of Q: 332, 465 and 568 TFLOPS at 512, 1k and 2k keys; Q in registers, with one: 311, 436 and 550",
+    ),
+    TileRow(
+        128,
+        128,
+        True,
         None,
         ForwardConfig(128, 128, num_stages=2, q_in_registers=True, group_waves=_CAUSAL_WAVES),
         "Q in registers: 702 TFLOPS at 16k keys and 611 at 4k, from shared memory 660 and 588, but in another run 687 "
@@ -99,6 +116,69 @@ TILE_TABLE: tuple[TileRow, ...] = (
 )
 
 
+class BackwardRow(NamedTuple):
+    """Serves head dims up to ``head_dim`` and ``head_dim_v`` and, if it is set, query sequences up to
+    ``max_seqlen_q``, with a causal mask if ``causal`` is True, without if False, either way if None."""
+
+    head_dim: int
+    head_dim_v: int
+    config: BackwardConfig
+    reason: str
+    causal: bool | None = None
+    max_seqlen_q: int | None = None
+
+
+_D192_BACKWARD = BackwardConfig(64, 64, "operands")
+_D192_BACKWARD_REASON = "dK and dV of 64 keys together take more registers than one warpgroup has; not searched"
+
+# Searched in order, as TILE_TABLE. Figures: H200, sustained, all three kernels.
+BACKWARD_TABLE: tuple[BackwardRow, ...] = (
+    BackwardRow(
+        64,
+        64,
+        BackwardConfig(
+            64,
+            128,
+            num_q_stages=4,
+            num_do_stages=4,
+            num_ds_stages=3,
+            warpgroup_order="stagger",
+            overlap_gemm_softmax=True,
+        ),
+        "half of a diagonal block is wasted, and 64 rows waste less: 199 against 192 TFLOPS at 512 queries",
+        causal=True,
+        max_seqlen_q=512,
+    ),
+    BackwardRow(
+        64,
+        64,
+        BackwardConfig(128, 128, num_dq_stages=2, warpgroup_order="stagger"),
+        "2 stages of dQ and 2 of Q and dO, staggered: 554 TFLOPS at 16k queries, 1 and 3: 542; at 2k causal 391, not "
+        "staggered 381; 64 rows: 440 at 16k",
+    ),
+    BackwardRow(
+        96,
+        96,
+        BackwardConfig(64, 128, num_q_stages=3, num_do_stages=3, dq_columns=96),
+        "as head_dim 128 with dQ in one pass; not searched",
+    ),
+    BackwardRow(
+        128,
+        128,
+        BackwardConfig(64, 128, num_q_stages=3, num_do_stages=3, num_dq_stages=2, group_waves=8),
+        "2 stages of dQ: 583 against 558 TFLOPS at 16k queries; staggered 602 to 612; 8 waves 521, 2 waves 515 at 2k",
+    ),
+    BackwardRow(192, 128, _D192_BACKWARD, _D192_BACKWARD_REASON),
+    BackwardRow(192, 192, _D192_BACKWARD, _D192_BACKWARD_REASON),
+    BackwardRow(
+        256,
+        256,
+        BackwardConfig(64, 64, "operands", num_do_stages=1, dq_columns=128),
+        "1 stage of dO leaves room for 128 columns of dQ: 431 against 404 TFLOPS at 4k queries with 2 and 64",
+    ),
+)
+
+
 def select_row(problem: AttentionProblem) -> TileRow:
     """The row of the table that serves a validated problem."""
     for row in TILE_TABLE:
@@ -122,7 +202,49 @@ def select_spec(problem: AttentionProblem, config: ForwardConfig | None = None) 
     return KernelSpec(dtype, row.head_dim, row.head_dim_v, row.causal, chosen)
 
 
-def all_specs() -> list[KernelSpec]:
+def select_backward_row(problem: AttentionProblem) -> BackwardRow:
+    """The row of the backward's table that serves a validated problem."""
+    for row in BACKWARD_TABLE:
+        fits_dims = problem.head_dim <= row.head_dim and problem.head_dim_v <= row.head_dim_v
+        fits_mask = row.causal is None or row.causal == problem.options.causal
+        fits_length = row.max_seqlen_q is None or problem.seqlen_q <= row.max_seqlen_q
+        if fits_dims and fits_mask and fits_length:
+            return row
+    raise AssertionError(f"no row of BACKWARD_TABLE covers {problem}")
+
+
+def select_backward_spec(problem: AttentionProblem, config: BackwardConfig | None = None) -> BackwardSpec:
+    """The main backward kernel for a validated problem; ``config`` overrides the table's."""
+    row, options = select_backward_row(problem), problem.options
+    chosen = row.config if config is None else config
+    dims = row.head_dim, row.head_dim_v
+    return BackwardSpec(DTYPES[problem.dtype], *dims, options.causal, options.deterministic, chosen)
+
+
+def all_specs() -> list[AnySpec]:
+    """Every kernel that a call can choose."""
+    return [*forward_specs(), *backward_specs()]
+
+
+def backward_specs() -> list[AnySpec]:
+    """Every kernel of the backward: before, main and after."""
+    flags = (False, True)
+    dims = list(dict.fromkeys((row.head_dim, row.head_dim_v) for row in BACKWARD_TABLE))
+    return [
+        *(
+            BackwardSpec(dtype, row.head_dim, row.head_dim_v, causal, deterministic, row.config)
+            for row in BACKWARD_TABLE
+            for dtype in DTYPES.values()
+            for causal in flags
+            if row.causal in (None, causal)
+            for deterministic in flags
+        ),
+        *(PreprocessSpec(dtype, *pair, flag) for pair in dims for dtype in DTYPES.values() for flag in flags),
+        *(PostprocessSpec(dtype, d) for d in sorted({d for d, _ in dims}) for dtype in DTYPES.values()),
+    ]
+
+
+def forward_specs() -> list[KernelSpec]:
     """Every kernel that :func:`select_spec` can choose."""
     return [
         KernelSpec(dtype, row.head_dim, row.head_dim_v, row.causal, _for_dtype(row.config, dtype))

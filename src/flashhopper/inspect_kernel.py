@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flashhopper.compiler import compile_lock, compile_spec
-from flashhopper.config import KernelSpec
+from flashhopper.config import AnySpec
 from flashhopper.toolchain import COMPILE_OPTIONS
 
 # A SASS line of `nvdisasm -c`: `/*0a10*/  @!P0 HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24 ;`
@@ -104,9 +104,7 @@ def count_opcodes(sass: str) -> dict[str, int]:
     return dict(Counter(_INSTRUCTION.findall(sass)).most_common())
 
 
-def compile_report(
-    spec: KernelSpec, compile_function: Callable[[KernelSpec, str], Any] = compile_spec
-) -> CompileReport:
+def compile_report(spec: AnySpec, compile_function: Callable[[AnySpec, str], Any] = compile_spec) -> CompileReport:
     """Compile ``spec`` for sm_90a, past all caches, and report on the result. Needs nvdisasm, but no GPU."""
     log = io.StringIO()
     with tempfile.TemporaryDirectory(prefix="flashhopper-") as directory, compile_lock:

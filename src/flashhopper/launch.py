@@ -11,14 +11,14 @@ import torch
 from flashhopper import reference
 from flashhopper.compiler import get_kernel
 from flashhopper.config import ForwardConfig
+from flashhopper.device import hopper_multiprocessors
 from flashhopper.heuristics import select_spec
-from flashhopper.problem import AttentionOptions, AttentionProblem, TensorFacts
+from flashhopper.problem import AttentionOptions, AttentionProblem
+from flashhopper.tma_view import TMA_ALIGNMENT, TmaView, aligned
 
 LOG2_E = 1.4426950408889634
 # A scale of 0 would turn a masked score's -inf into NaN. This one gives every score below 1e23 a weight of 1 as well.
 SMALLEST_SCALE = 1e-30
-TMA_ALIGNMENT = 16  # bytes: base address and strides (CUDA driver API, cuTensorMapEncodeTiled)
-HOPPER = (9, 0)
 MAX_TILES = 2**31 - 2**16  # tile numbers are 32-bit, and each CTA may claim a few past the end
 
 ForwardResult = tuple[torch.Tensor, torch.Tensor]
@@ -49,7 +49,7 @@ def _plan(
     problem.validate()
     if problem.device.type == "cpu":
         return _ReferencePlan(problem)
-    num_sms = _hopper_multiprocessors(problem.device)
+    num_sms = hopper_multiprocessors(problem.device)
     if problem.options.sm_margin >= num_sms:
         raise ValueError(
             f"sm_margin is {problem.options.sm_margin}; the card has {num_sms} SMs, at least 1 must be left"
@@ -100,7 +100,7 @@ class _KernelPlan:
         self.lse_shape = (problem.batch, problem.num_heads, problem.seqlen_q)
         self.scale_log2 = max(problem.softmax_scale * LOG2_E, SMALLEST_SCALE)
         self.max_ctas = num_sms - problem.options.sm_margin
-        views = [_TmaView(facts) for facts in (problem.q, problem.k, problem.v)]
+        views = [TmaView(facts) for facts in (problem.q, problem.k, problem.v)]
         self.views = views if any(view.changes for view in views) else None
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ForwardResult:
@@ -113,47 +113,11 @@ class _KernelPlan:
         if self.views is not None:
             q, k, v = (view(tensor) for view, tensor in zip(self.views, (q, k, v), strict=True))
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_ALIGNMENT:
-            q, k, v = (t.clone() if t.data_ptr() % TMA_ALIGNMENT else t for t in (q, k, v))
+            q, k, v = map(aligned, (q, k, v))
         out = torch.empty(self.out_shape, dtype=self.dtype, device=self.device)
         lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
         self.kernel(q, k, v, out, lse, _workspace(self.device_index), self.scale_log2, self.max_ctas)
         return out, lse
-
-
-def _fits_tma(stride: int, unit: int) -> bool:
-    """Whether a stride in elements is a multiple of 16 bytes below 2**40 bytes; ``unit`` is 16 bytes in elements."""
-    return stride % unit == 0 and stride < 2**40 * unit // TMA_ALIGNMENT
-
-
-class _TmaView:
-    """Makes a tensor's strides fit TMA, multiples of 16 bytes. One that matters and does not fit costs one copy."""
-
-    def __init__(self, facts: TensorFacts):
-        unit = TMA_ALIGNMENT // facts.dtype.itemsize
-        self.shape = tuple(facts.shape)
-        # The stride of an extent of 1 is never used: any multiple will do where the tensor's own does not.
-        used = zip(facts.shape[:3], facts.stride[:3], strict=True)
-        self.stride = (*(unit if extent == 1 and not _fits_tma(stride, unit) else stride for extent, stride in used), 1)
-        self.copies = any(stride % unit for stride in self.stride[:3])
-        self.changes = self.copies or self.stride != tuple(facts.stride)
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.copies:
-            return tensor.clone(memory_format=torch.contiguous_format)
-        return tensor.as_strided(self.shape, self.stride)
-
-
-@lru_cache(maxsize=64)
-def _hopper_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a Hopper card; RuntimeError for any other."""
-    properties = torch.cuda.get_device_properties(device)
-    found = (properties.major, properties.minor)
-    if found != HOPPER:
-        raise RuntimeError(
-            f"{properties.name} on {device} has compute capability {found[0]}.{found[1]}; FlashHopper's kernels need a "
-            "Hopper GPU (9.0: H100, H200, H800, H20). CPU tensors run through the reference on any machine."
-        )
-    return int(properties.multi_processor_count)
 
 
 _WORKSPACES: dict[tuple[int, int], torch.Tensor] = {}

@@ -7,23 +7,60 @@ from typing import Any
 
 import torch
 
-from flashhopper import launch
+from flashhopper import launch, launch_backward
+from flashhopper.launch_backward import Gradients
 from flashhopper.problem import AttentionOptions
 
 
 class _Attention(torch.autograd.Function):
-    """Forward through the kernels; the backward kernels are not there yet and say so when asked."""
+    """Forward and backward through the kernels. Saved for backward: q, k, v, out and LSE."""
 
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return launch.forward(q, k, v, options)
+        out, lse = launch.forward(q, k, v, options)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        return out, lse
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[None, ...]:
-        raise NotImplementedError(
-            "the backward pass of flash_attn_func is not there yet on CUDA tensors; it works on CPU tensors"
+    def backward(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
+        if grad_out is None and grad_lse is None:
+            return None, None, None, None
+        if grad_out is None:
+            grad_out = torch.zeros_like(ctx.saved_tensors[3])
+        gradients = _AttentionBackward.apply(grad_out, *ctx.saved_tensors, ctx.options, grad_lse)
+        needed = zip(gradients, ctx.needs_input_grad, strict=False)
+        return *(gradient if is_needed else None for gradient, is_needed in needed), None
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """The backward kernels as an operation of their own, so that a graph through it is an error.
+
+    With ``once_differentiable`` the gradient of a loss that is linear in out would count as a constant: a penalty on it
+    would be dropped without a word.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        options: AttentionOptions,
+        grad_lse: torch.Tensor | None,
+    ) -> Gradients:
+        return launch_backward.backward(grad_out, q, k, v, out, lse, options, grad_lse)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[None, ...]:
+        raise RuntimeError(
+            "flash_attn_func can be differentiated once; second derivatives (create_graph=True) need another attention"
         )
 
 

@@ -77,6 +77,14 @@ def _attend_rows(
     Row i sees the keys before ``first_row_end + i``. Query heads that share K and V are stacked as rows of one matrix
     product. The row max is a constant to autograd: neither output depends on it.
     """
+    with torch.autocast(q.device.type, enabled=False):  # else its products would be 16-bit ones, recomputed or not
+        return _attend_rows_as_given(q, k, v, softmax_scale, first_row_end)
+
+
+def _attend_rows_as_given(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, first_row_end: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`_attend_rows` in the dtype of q, k and v, whatever autocast says."""
     batch, rows, heads, head_dim = q.shape
     _, heads_k, keys, head_dim_v = v.shape
     group = heads // heads_k

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import random
 from collections.abc import Iterator
@@ -65,3 +66,24 @@ def _no_hang_and_no_late_error(request: pytest.FixtureRequest, real_stderr: Text
     yield
     torch.cuda.synchronize()
     faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture
+def large_memory() -> Iterator[None]:
+    """Cached blocks given back before and after; skips where another process has taken the card's memory."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    if free < 60 * 2**30:
+        pytest.skip(f"needs 60 GiB of free GPU memory, there are {free / 2**30:.0f}")
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def no_synchronisation() -> Iterator[None]:
+    """Torch raises on each of its own operations that makes the host wait."""
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")

@@ -12,7 +12,7 @@ from checks import BF16, FP16, TORCH_DTYPES, Shape, assert_same_bits, check, com
 from tolerance import assert_lse_close, assert_within_own_roundings
 
 from flashhopper.config import KernelSpec
-from flashhopper.heuristics import TILE_TABLE, all_specs
+from flashhopper.heuristics import TILE_TABLE, forward_specs
 from flashhopper.reference import attention
 
 HEAD_DIMS = range(8, 257, 8)
@@ -29,7 +29,7 @@ def test_the_reference_is_fp32_and_not_tf32() -> None:
     torch.testing.assert_close(lse.double(), ref_lse, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("spec", all_specs(), ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", forward_specs(), ids=lambda spec: spec.name)
 def test_every_kernel_of_the_table(spec: KernelSpec) -> None:
     shape = Shape(2, 777, 900, 6, 2, spec.head_dim, spec.head_dim_v)
     for seqlen_q, seqlen_k in ((777, 900), (900, 333), (1, 640), (513, 1)):

@@ -1,11 +1,11 @@
-"""How calls reach the card: repeats, streams, devices, graphs, synchronisation, autograd and errors."""
+"""How calls reach the card: repeats, streams, devices, graphs, synchronisation and errors."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -243,15 +243,7 @@ def test_the_first_call_of_a_process_may_be_captured(seed: int) -> None:
     assert finished.stdout.split() == ["True", "True", "True"]
 
 
-@pytest.fixture
-def _no_synchronisation() -> Iterator[None]:
-    """Torch raises on each of its own operations that makes the host wait."""
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.usefixtures("_no_synchronisation")
+@pytest.mark.usefixtures("no_synchronisation")
 @pytest.mark.parametrize("misaligned", [False, True])
 def test_no_host_synchronisation(misaligned: bool) -> None:
     """Neither in the first call of a problem nor later; the host is back while the card is still busy before it."""
@@ -265,32 +257,6 @@ def test_no_host_synchronisation(misaligned: bool) -> None:
     torch.cuda.set_sync_debug_mode("default")
     for result in results:
         compare((q, k, v), result, causal=True)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_backward_is_not_there_yet(causal: bool) -> None:
-    tensors = random_inputs(SMALL)
-    expected = check(tensors, causal=causal)
-    q, k, v = (x.clone().requires_grad_() for x in tensors)
-    out, lse = attend((q, k, v), causal)
-    assert out.requires_grad
-    assert_same_bits((out.detach(), lse.detach()), expected)
-    with pytest.raises(NotImplementedError, match="backward pass of flash_attn_func is not there yet on CUDA tensors"):
-        out.sum().backward()
-    assert q.grad is k.grad is v.grad is None
-    with torch.no_grad():
-        out, lse = attend((q, k, v), causal)
-    assert not out.requires_grad
-    assert_same_bits((out, lse), expected)
-
-
-def test_one_input_that_needs_a_gradient_is_enough() -> None:
-    for index in range(3):
-        tensors = list(random_inputs(SMALL))
-        tensors[index].requires_grad_()
-        out = flash_attn_func(*tensors)
-        with pytest.raises(NotImplementedError, match="backward"):
-            out.sum().backward()
 
 
 def cuda(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:

@@ -11,7 +11,11 @@ from pathlib import Path
 
 import pytest
 
-WORKLOAD = Path(__file__).with_name("sanitizer_workload.py")
+# The program, a part of its kernels' names, and what it prints if every result is right.
+WORKLOADS = {
+    "forward": ("sanitizer_workload.py", "ForwardKernel", "right: 18 of 18, redone tiles: True"),
+    "backward": ("sanitizer_backward_workload.py", "flashhopper", "right: 18 of 18"),
+}
 TIMEOUT_SECONDS = 400
 SUMMARY = {
     "memcheck": re.compile(r"ERROR SUMMARY: (\d+) errors?"),
@@ -26,15 +30,17 @@ def find_sanitizer() -> str | None:
     return None
 
 
-def kernel_filter(sanitizer: str) -> list[str]:
+def kernel_filter(sanitizer: str, name: str) -> list[str]:
     """Only our kernels are instrumented; the option has had two names."""
     text = subprocess.run([sanitizer, "--help"], capture_output=True, text=True, check=False, timeout=60).stdout
-    return ["--kernel-name" if "--kernel-name" in text else "--kernel-regex", "kns=ForwardKernel"]
+    return ["--kernel-name" if "--kernel-name" in text else "--kernel-regex", f"kns={name}"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tool", SUMMARY)
-def test_no_errors(tool: str) -> None:
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_no_errors(workload: str, tool: str) -> None:
+    program, kernels, all_right = WORKLOADS[workload]
     sanitizer = find_sanitizer()
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed: it comes with the CUDA toolkit")
@@ -43,7 +49,8 @@ def test_no_errors(tool: str) -> None:
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # an allocation per tensor: nothing to run over into
     }
-    command = [sanitizer, "--tool", tool, *kernel_filter(sanitizer), sys.executable, str(WORKLOAD)]
+    command = [sanitizer, "--tool", tool, *kernel_filter(sanitizer, kernels)]
+    command += [sys.executable, str(Path(__file__).with_name(program))]
     finished = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT_SECONDS
     )
@@ -51,9 +58,7 @@ def test_no_errors(tool: str) -> None:
     if "Device not supported" in output:
         pytest.skip("compute-sanitizer does not support this driver or virtual machine: 'Device not supported'")
     tail = output[-6000:]
-    right = re.search(r"right: (\d+) of (\d+), redone tiles: True", output)
-    assert right is not None, tail
-    assert right[1] == right[2] == "18", tail
+    assert all_right in output.splitlines(), tail
     found = SUMMARY[tool].search(output)
     assert found is not None, tail
     assert int(found[1]) == 0, tail

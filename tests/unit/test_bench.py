@@ -14,9 +14,10 @@ import pytest
 import torch
 from bench_fakes import FakeClock, made_up_results, rendered, with_rates
 
-from flashhopper.bench import BenchError, report, timing
+from flashhopper.bench import BenchError, environment, report, timing
 from flashhopper.bench.grid import HEAD_DIMS, SEQLENS, Cell, grid, short_seqlen
-from flashhopper.bench.peers import NAMES, OURS, PEERS, all_peers
+from flashhopper.bench.passes import BACKWARD, FORWARD, NAMES, OURS, PEERS, TRAIN
+from flashhopper.bench.peers import all_peers
 from flashhopper.bench.results import Row, compare, read_results, summarise, write_json
 from flashhopper.bench.timing import Candidate, Plan
 from flashhopper.cli import bench as cli
@@ -31,6 +32,17 @@ def test_tflops_of_a_cell() -> None:
     assert cell.tflops(1.0) == pytest.approx(549.755813888)
     assert dataclasses.replace(cell, causal=True).tflops(1.0) == pytest.approx(549.755813888 / 2)
     assert Row.of(cell, {"ours": 1.0}).tflops == {"ours": 549.8}
+
+
+def test_tflops_of_each_pass() -> None:
+    cell = Cell.of("bfloat16", 128, False, 4096)
+    assert Row.of(cell, {"ours": 1.0}, BACKWARD).tflops == {"ours": 1374.4}
+    assert Row.of(cell, {"ours": 1.0}, TRAIN).tflops == {"ours": 1924.1}
+    assert BACKWARD.peers == TRAIN.peers == ("fa4", "cudnn", "fa2")
+    assert FORWARD.peers == PEERS
+    row = Row(cell, {"ours": 600.0, "ours_deterministic": 700.0, "fa4": 500.0})
+    assert row.best_peer() == ("fa4", 500.0)
+    assert row.ratio() == 1.2
 
 
 def test_the_grid_keeps_tokens_and_width() -> None:
@@ -143,6 +155,34 @@ def test_json_has_the_agreed_keys_and_reads_back(tmp_path: Path) -> None:
         read_results(path)
 
 
+def test_json_of_a_pass_with_gradients(tmp_path: Path) -> None:
+    results = made_up_results(BACKWARD)
+    path = tmp_path / "backward.json"
+    write_json(path, results.to_json())
+    data = json.loads(path.read_text())
+    assert list(data)[4:7] == ["pass", "versions", "matmul_tflops"]
+    assert data["pass"] == "backward"
+    keys = ["dtype", "d", "causal", "s", "b", "h", "ours", "ours_deterministic", "fa4", "cudnn", "fa2", "memory"]
+    assert list(data["rows"][0]) == keys
+    assert data["rows"][0]["memory"]["ours"] == {"saved_mib": 258.0, "backward_peak_mib": 321.5}
+    assert list(data["summary"]["geomean_vs"]) == ["fa4", "cudnn", "fa2"]
+    assert data["summary"]["geomean_deterministic"] == 0.8
+    assert data["summary"]["wins"] == 41
+    back = read_results(path)
+    assert back.kind == BACKWARD
+    assert back.to_json() == results.to_json()
+    path.write_text('{"rows": [], "pass": "sideways"}')
+    with pytest.raises(BenchError, match="sideways"):
+        read_results(path)
+
+
+def test_the_published_forward_file_keeps_its_form(tmp_path: Path) -> None:
+    published = Path(__file__).parents[2] / "benchmarks" / "results" / "forward.json"
+    copy = tmp_path / "forward.json"
+    write_json(copy, read_results(published).to_json())
+    assert copy.read_text() == published.read_text()
+
+
 def test_gate_passes_on_the_same_ratios_and_on_a_slower_card() -> None:
     rows = made_up_results().rows
     throttled = [Row(row.cell, {n: r and r * 0.8 for n, r in row.tflops.items()}) for row in rows]
@@ -168,12 +208,24 @@ def test_gate_fails_on_a_drop_a_lost_figure_and_on_nothing_to_compare() -> None:
 
 def test_terminal_tables_and_summary() -> None:
     results = made_up_results()
-    text = rendered(report.forward_table(results.rows, "title"))
+    text = rendered(report.grid_table(results.rows, "title", FORWARD))
     assert re.search(r"64 │ full +│ +16k │ +274 │ +305 │ +200 │ +– │ +152 │ +0\.900 FA4", text)
     lines = "\n".join(report.summary_lines(results))
     assert "over 42 cells, ahead in 41; worst 0.900 at bfloat16 d64 full s=16384" in lines
     assert "700 TFLOPS before, 690 after" in lines
     assert "burst" in lines
+    assert "deterministic" not in lines
+    assert report.memory_table(results.rows, "memory") is None
+
+
+def test_terminal_tables_of_a_pass_with_gradients() -> None:
+    results = made_up_results(BACKWARD)
+    text = rendered(report.grid_table(results.rows, "title", BACKWARD))
+    assert re.search(r"64 │ full +│ +512 │ +330 │ +264 │ +300 │ +– │ +150 │ +1\.100 FA4", text)
+    memory = rendered(report.memory_table(results.rows, "memory"))
+    assert re.search(r"64 │ full +│ +512 │ +258 │ +259 │ +322 │ +– │", memory)
+    lines = report.summary_lines(results)
+    assert "ours with deterministic=True: 0.800 of the default, geometric mean" in lines
 
 
 def test_markdown_table_and_markers(tmp_path: Path) -> None:
@@ -191,13 +243,23 @@ def test_markdown_table_and_markers(tmp_path: Path) -> None:
     )
     assert "| 64 | full | 512 | **330** | 300 | 200 | – | 150 | 1.10× |" in report.markdown_table(results, True)
     readme = tmp_path / "README.md"
-    readme.write_text(f"above\n{report.START_MARKER}\nold\n{report.END_MARKER}\nbelow\n")
-    assert report.update_markers(readme, text)
-    assert not report.update_markers(readme, text)
-    assert readme.read_text() == f"above\n{report.START_MARKER}\n{text}\n{report.END_MARKER}\nbelow\n"
+    readme.write_text(f"above\n{FORWARD.start_marker}\nold\n{FORWARD.end_marker}\nbelow\n")
+    assert report.update_markers(readme, FORWARD, text)
+    assert not report.update_markers(readme, FORWARD, text)
+    assert readme.read_text() == f"above\n{FORWARD.start_marker}\n{text}\n{FORWARD.end_marker}\nbelow\n"
     readme.write_text("no markers")
     with pytest.raises(BenchError, match="forward-table:start"):
-        report.update_markers(readme, text)
+        report.update_markers(readme, FORWARD, text)
+
+
+def test_markdown_table_of_a_pass_with_gradients() -> None:
+    text = report.markdown_table(made_up_results(BACKWARD))
+    last = text.splitlines()[-1]
+    assert last.startswith("In parentheses: times the fastest of FA4, FA2 in that cell. TFLOPS on Made-up GPU")
+    assert "(FlashHopper 0.1, FA4 4)" in last
+    assert last.endswith(" Ours with deterministic=True: 0.800 of the default, geometric mean.")
+    every = report.markdown_table(made_up_results(BACKWARD), True)
+    assert "| 64 | full | 512 | **330** | 264 | 300 | – | 150 | 1.10× |" in every
 
 
 # ---------------------------------------------------------------- command line
@@ -219,12 +281,15 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_peers_give_reasons_without_a_gpu(no_gpu: None) -> None:
     peers = all_peers()
     assert tuple(peers) == NAMES == (OURS, *PEERS)
+    assert tuple(all_peers(BACKWARD)) == ("ours", "ours_deterministic", "fa4", "cudnn", "fa2")
     for peer in peers.values():
         assert re.search("not installed|no CUDA device found", peer.available() or "")
     assert peers[OURS].available() == peers["fa2"].available() == "no CUDA device found"
 
 
-@pytest.mark.parametrize("command", [["forward"], ["launch"], ["ablation"], ["tiles", "--configs", "128x128"]])
+@pytest.mark.parametrize(
+    "command", [["forward"], ["backward"], ["train"], ["launch"], ["ablation"], ["tiles", "--configs", "128x128"]]
+)
 def test_measuring_needs_a_hopper_gpu(no_gpu: None, capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
     assert run_cli(*command) == cli.CANNOT_RUN
     error = capsys.readouterr().err
@@ -244,6 +309,56 @@ def test_plot_and_table_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert report.markdown_table(made_up_results()) in capsys.readouterr().out
     assert run_cli("table", "--input", str(tmp_path / "none.json")) == cli.CANNOT_RUN
     assert "none.json" in capsys.readouterr().err
+
+
+def test_every_result_file_gets_its_table_and_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    readme = Path("README.md")
+    kinds = (FORWARD, BACKWARD, TRAIN)
+    readme.write_text("".join(f"{kind.start_marker}\nold\n{kind.end_marker}\n" for kind in kinds[:2]))
+    assert run_cli("table", "--update", "README.md") == run_cli("plot") == cli.CANNOT_RUN
+    assert "no result file in benchmarks/results" in capsys.readouterr().err
+
+    for kind in (BACKWARD, TRAIN):
+        write_json(cli.RESULTS / f"{kind.name}.json", made_up_results(kind).to_json())
+    assert run_cli("table", "--update", "README.md") == 0
+    assert capsys.readouterr().out == "README.md: backward table updated\n"
+    forward, backward = FORWARD, BACKWARD
+    table = report.markdown_table(made_up_results(BACKWARD))
+    untouched = f"{forward.start_marker}\nold\n{forward.end_marker}\n"
+    assert readme.read_text() == f"{untouched}{backward.start_marker}\n{table}\n{backward.end_marker}\n"
+    assert run_cli("table", "--markdown") == 0
+    printed = [report.markdown_table(made_up_results(kind)) for kind in (BACKWARD, TRAIN)]
+    assert capsys.readouterr().out == "\n\n".join(printed) + "\n"
+
+    assert run_cli("table", "--update", "README.md", "--input", "benchmarks/results/train.json") == cli.CANNOT_RUN
+    assert "<!-- train-table:start -->" in capsys.readouterr().err
+    assert run_cli("plot") == 0
+    assert sorted(path.name for path in Path("docs/images").iterdir()) == ["backward.png", "train.png"]
+    assert run_cli("plot", "--output", "x.png") == cli.CANNOT_RUN
+
+
+def test_gate_refuses_a_file_of_another_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(environment, "require_hopper", lambda: None)
+    write_json(tmp_path / "forward.json", made_up_results().to_json())
+    assert run_cli("train", "--against", str(tmp_path / "forward.json")) == cli.CANNOT_RUN
+    assert "a result of bench forward, not train" in capsys.readouterr().err
+
+
+def test_peers_of_a_pass_are_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    def names(chosen: list[str] | None) -> list[str]:
+        return [peer.name for peer in cli._peers(chosen, BACKWARD)]
+
+    assert names(None) == ["ours", "ours_deterministic", "fa4", "cudnn", "fa2"]
+    assert names(["fa4"]) == ["ours", "fa4"]
+    assert names(["fa2", "ours_deterministic"]) == ["ours", "ours_deterministic", "fa2"]
+    with pytest.raises(BenchError, match="fa3; there are ours_deterministic, fa4, cudnn, fa2"):
+        names(["fa3"])
 
 
 def test_wrong_arguments_are_one_line(no_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:

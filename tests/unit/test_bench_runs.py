@@ -5,18 +5,25 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from bench_fakes import SMALL, FakeClock, FakePeer, quiet, rendered
+from torch.nn.attention import SDPBackend
 
-from flashhopper.bench import BenchError, ablation, check, configs, forward, launch, report
+from flashhopper.bench import BenchError, ablation, check, configs, launch, report, run, work
 from flashhopper.bench.check import attention
-from flashhopper.bench.forward import ForwardOptions, ForwardRun
-from flashhopper.bench.peers import OURS
-from flashhopper.bench.results import ForwardResults
+from flashhopper.bench.grid import Cell
+from flashhopper.bench.passes import BACKWARD, FORWARD, OURS, OURS_DETERMINISTIC, TRAIN, Pass
+from flashhopper.bench.peers import PackagePeer, Peer, SdpaPeer
+from flashhopper.bench.results import GridResults
+from flashhopper.bench.run import GridOptions, GridRun
 from flashhopper.config import ForwardConfig
+
+GridRunner = Callable[..., GridResults]
 
 
 @pytest.fixture(autouse=True)
@@ -25,22 +32,22 @@ def small_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def forward_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[FakePeer]], ForwardResults]:
-    monkeypatch.setattr(forward, "matmul_tflops", lambda clock: 700.0)
+def grid_run(monkeypatch: pytest.MonkeyPatch) -> GridRunner:
+    monkeypatch.setattr(run, "matmul_tflops", lambda clock: 700.0)
 
-    def run(peers: list[FakePeer]) -> ForwardResults:
-        options = ForwardOptions(SMALL, peers, seed=7, budget_seconds=30.0)
-        return ForwardRun(options, peers[0].clock, quiet(), device="cpu").run()
+    def run_grid(peers: list[FakePeer], kind: Pass = FORWARD) -> GridResults:
+        options = GridOptions(SMALL, peers, seed=7, budget_seconds=30.0, kind=kind)
+        return GridRun(options, peers[0].clock, quiet(), device="cpu").run()
 
-    return run
+    return run_grid
 
 
-def test_forward_run_records_rows_and_reasons(forward_run: Callable[[list[FakePeer]], ForwardResults]) -> None:
+def test_forward_run_records_rows_and_reasons(grid_run: GridRunner) -> None:
     clock = FakeClock()
     peers = [FakePeer(OURS, clock, 1.0), FakePeer("fa4", clock, 2.0), FakePeer("fa3", clock, 2.0, reason="not here")]
     peers += [FakePeer("cudnn", clock, 4.0, factor=1.5), FakePeer("fa2", clock, 8.0)]
     peers[4].fails_causal = True
-    results = forward_run(peers)
+    results = grid_run(peers)
     full, causal = results.rows
     assert full.tflops["ours"] == round(SMALL[0].tflops(1.0), 1)
     assert full.tflops.get("fa3") is None
@@ -57,14 +64,139 @@ def test_forward_run_records_rows_and_reasons(forward_run: Callable[[list[FakePe
 
 
 @pytest.mark.parametrize("spoiled", [{"factor": 1.5}, {"factor": float("nan")}, {"reason": "no CUDA device found"}])
-def test_our_own_failure_is_an_error(
-    forward_run: Callable[[list[FakePeer]], ForwardResults], spoiled: dict[str, float | str]
-) -> None:
+def test_our_own_failure_is_an_error(grid_run: GridRunner, spoiled: dict[str, float | str]) -> None:
     clock = FakeClock()
     ours = FakePeer(OURS, clock, 1.0, **spoiled)  # type: ignore[arg-type]
-    results = forward_run([ours, FakePeer("fa4", clock, 2.0)])
+    results = grid_run([ours, FakePeer("fa4", clock, 2.0)])
     assert results.errors
     assert all(row.tflops["fa4"] is not None for row in results.rows)
+
+
+@pytest.mark.parametrize("kind, milliseconds", [(BACKWARD, 2.0), (TRAIN, 3.0)])
+def test_gradient_run_times_its_pass_alone(
+    grid_run: GridRunner, monkeypatch: pytest.MonkeyPatch, kind: Pass, milliseconds: float
+) -> None:
+    monkeypatch.setattr(work, "peak_extra_bytes", lambda call: call() and 3 * 2**20)
+    clock = FakeClock()
+    costs = {OURS: 1.0, OURS_DETERMINISTIC: 1.25, "fa4": 2.0, "cudnn": 4.0, "fa2": 8.0}
+    peers = [FakePeer(name, clock, cost) for name, cost in costs.items()]
+    peers[3].factor = 1.5
+    peers[4].fails_causal = True
+    results = grid_run(peers, kind)
+    full, causal = results.rows
+    for name, cost in costs.items():  # the fake's backward takes twice the time of its forward
+        assert full.tflops[name] == round(kind.flop_factor * SMALL[0].tflops(milliseconds * cost), 1), name
+    assert full.best_peer() == ("fa4", full.tflops["fa4"]), "our deterministic kernel, which is faster, is no peer"
+    assert "fa2" not in causal.tflops
+    # q, k, v of 256 KiB each and the LSE's 32 KiB; cuDNN and FA2 are not asked
+    memory = {"saved_mib": 0.78, "backward_peak_mib": 3.0}
+    assert full.memory == causal.memory == {OURS: memory, OURS_DETERMINISTIC: memory, "fa4": memory}
+    assert results.errors == []
+    assert [entry["tensor"] for entry in results.checks[:3]] == ["dq", "dk", "dv"]
+    verdicts = [(entry["name"], entry["ok"]) for entry in results.checks]
+    counts = {pair: verdicts.count(pair) for pair in verdicts}
+    good = dict.fromkeys([(OURS, True), (OURS_DETERMINISTIC, True), ("fa4", True), ("cudnn", False)], 6)
+    assert counts == {**good, ("fa2", True): 3, ("fa2", False): 3}
+    reasons = {(skip["implementation"], skip["where"]): skip["reason"] for skip in results.skipped}
+    assert reasons["fa2", str(SMALL[1])] == "RuntimeError: no causal kernel"
+    assert "over the tolerance" in reasons["cudnn", f"check dk {check.check_cell(SMALL[0])}"]
+    json.dumps(results.to_json(), allow_nan=False)
+
+
+@pytest.mark.parametrize("name", [OURS, OURS_DETERMINISTIC])
+@pytest.mark.parametrize("factor", [1.5, float("nan")])
+def test_our_own_wrong_gradient_is_an_error(
+    grid_run: GridRunner, monkeypatch: pytest.MonkeyPatch, name: str, factor: float
+) -> None:
+    monkeypatch.setattr(work, "peak_extra_bytes", lambda call: 0)
+    clock = FakeClock()
+    results = grid_run([FakePeer(name, clock, 50.0, factor), FakePeer("fa4", clock, 50.0)], BACKWARD)
+    assert len(results.errors) == 6, "dq, dk and dv, full and causal"
+    assert all(re.search("over the tolerance|d[qkv] is not finite", error) for error in results.errors)
+    assert all(row.tflops["fa4"] is not None for row in results.rows)
+
+
+def test_memory_that_cannot_be_measured_leaves_the_figure(
+    grid_run: GridRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(call: Callable[[], object]) -> int:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(work, "peak_extra_bytes", fails)
+    results = grid_run([FakePeer("fa4", FakeClock(), 50.0)], BACKWARD)
+    assert [row.tflops["fa4"] for row in results.rows] == [round(2.5 * cell.tflops(100.0), 1) for cell in SMALL]
+    assert [row.memory for row in results.rows] == [{}, {}]
+    wheres = {skip["where"]: skip["reason"] for skip in results.skipped}
+    assert wheres == {f"memory {cell}": "RuntimeError: out of memory" for cell in SMALL}
+
+
+@pytest.mark.parametrize("kind", [BACKWARD, TRAIN])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "peer",
+    [
+        PackagePeer(OURS, ["flashhopper"], ["flashhopper"]),
+        PackagePeer(OURS_DETERMINISTIC, ["flashhopper"], ["flashhopper"], deterministic=True),
+        SdpaPeer("fa2", SDPBackend.MATH),
+    ],
+    ids=lambda peer: peer.name,
+)
+def test_gradients_of_real_implementations_are_right(peer: Peer, causal: bool, kind: Pass) -> None:
+    """On the CPU: layouts there and back, the graph that is used again, nothing accumulated."""
+    cell = check.check_cell(Cell("bfloat16", 32, causal, 4096, 4, 3))
+    task = work.work_of(kind, cell, torch.Generator().manual_seed(5))
+    checks = task.check([peer])
+    assert [(result.tensor, result.ok) for result in checks] == [("dq", True), ("dk", True), ("dv", True)]
+    assert all(result.error is not None and result.error > 0 for result in checks)
+    call = task.candidate(peer).call
+    first, again = call(), call()
+    assert isinstance(first, tuple)
+    assert isinstance(again, tuple)
+    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+    assert all(x.grad is None for x in task.inputs)
+
+
+def test_saved_bytes_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "peak_extra_bytes", lambda call: len(call()) * 2**20)
+
+    class Product(FakePeer):
+        def call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Callable[[], object]:
+            return lambda: q * k * v  # keeps q, k, q·k and v
+
+    cell = Cell("bfloat16", 128, False, 1024, 2, 4)
+    task = work.work_of(TRAIN, cell, torch.Generator().manual_seed(5))
+    memory = task.memory(Product("fa4", FakeClock(), 1.0))
+    assert memory == {"saved_mib": 4 * 2.0, "backward_peak_mib": 3.0}
+    assert work.work_of(FORWARD, cell, torch.Generator()).memory(Product("fa4", FakeClock(), 1.0)) == {}
+
+
+def test_measuring_memory_frees_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "peak_extra_bytes", lambda call: len(call()))
+    alive: list[weakref.ref[Marker]] = []
+
+    class Marker:
+        pass
+
+    class KeepsItsOutput(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            ctx.marker = Marker()
+            alive.append(weakref.ref(ctx.marker))
+            out = q + k + v
+            ctx.save_for_backward(out)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return (*ctx.saved_tensors,) * 3
+
+    class Saving(FakePeer):
+        def call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Callable[[], object]:
+            return lambda: KeepsItsOutput.apply(q, k, v)
+
+    task = work.work_of(BACKWARD, Cell("bfloat16", 128, False, 1024, 2, 4), torch.Generator().manual_seed(5))
+    assert task.memory(Saving("fa4", FakeClock(), 1.0))["saved_mib"] == 2.0
+    assert [reference() for reference in alive] == [None]
 
 
 def test_launch_run_has_a_row_per_implementation_and_mode() -> None:

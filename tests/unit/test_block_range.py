@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from int32 import Int32
 
 from flashhopper.config import ROWS_PER_WARPGROUP
-from flashhopper.heuristics import TILE_TABLE
-from flashhopper.kernels.block_range import BlockRange, key_blocks
+from flashhopper.heuristics import BACKWARD_TABLE, TILE_TABLE
+from flashhopper.kernels.block_range import BlockRange, key_blocks, query_blocks
 from flashhopper.problem import MAX_EXTENT
 
 TILES = sorted({(row.config.tile_m, row.config.tile_n) for row in TILE_TABLE})
+BACKWARD_TILES = sorted({(row.config.tile_m, row.config.tile_n) for row in BACKWARD_TABLE})
 
 
 def visible_pairs(seqlen_q: int, seqlen_k: int, causal: bool) -> torch.Tensor:
@@ -108,3 +109,68 @@ def test_32_bits_are_enough(lengths: tuple[int, int], row: float, tile: tuple[in
     )
     assert blocks == key_blocks(first_row, seqlen_q, seqlen_k, num_rows=tile_m, tile_n=tile_n, causal=causal)
     assert 0 <= blocks.num_unmasked < blocks.num_blocks <= -(-seqlen_k // tile_n)
+
+
+def check_key_tiles(seqlen_q: int, seqlen_k: int, tile_m: int, tile_n: int, causal: bool) -> None:
+    """Every key tile of a sequence: visible pairs counted once, blocks without one left out, masks where needed."""
+    num_m_blocks = -(-seqlen_q // tile_m)
+    seen = visible_pairs(seqlen_q, seqlen_k, causal)
+    for n_block in range(-(-seqlen_k // tile_n)):
+        keys = slice(n_block * tile_n, (n_block + 1) * tile_n)
+        first, num_masked, num_blocks = query_blocks(
+            n_block, seqlen_q, seqlen_k, tile_m=tile_m, tile_n=tile_n, causal=causal
+        )
+        assert 0 <= num_masked <= num_blocks
+        assert first + num_blocks == num_m_blocks
+        for m_block in range(num_m_blocks):
+            rows = slice(m_block * tile_m, (m_block + 1) * tile_m)
+            assert (first <= m_block) == bool(seen[rows, keys].any())
+            if m_block >= first:
+                # Rows past the end hide nothing: their probabilities are 0 anyway. Keys past the end must be masked.
+                sees_all = keys.stop <= seqlen_k and bool(seen[rows, keys].all())
+                assert (m_block >= first + num_masked) == sees_all
+
+
+@settings(deadline=None)
+@given(
+    seqlen_q=st.integers(1, 40),
+    seqlen_k=st.integers(1, 40),
+    tile_m=st.integers(1, 9),
+    tile_n=st.integers(1, 9),
+    causal=st.booleans(),
+)
+@example(seqlen_q=1, seqlen_k=40, tile_m=4, tile_n=4, causal=True)
+@example(seqlen_q=40, seqlen_k=1, tile_m=4, tile_n=4, causal=True)
+def test_every_key_tile_meets_the_queries_that_see_it(
+    seqlen_q: int, seqlen_k: int, tile_m: int, tile_n: int, causal: bool
+) -> None:
+    check_key_tiles(seqlen_q, seqlen_k, tile_m, tile_n, causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("tile_m, tile_n", BACKWARD_TILES)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_the_tiles_of_the_backward_table(tile_m: int, tile_n: int, causal: bool, data: st.DataObject) -> None:
+    lengths = st.one_of(st.integers(1, 300), st.sampled_from([63, 64, 65, 127, 128, 129, 256, 257]))
+    check_key_tiles(data.draw(lengths), data.draw(lengths), tile_m, tile_n, causal)
+
+
+@given(
+    lengths=st.tuples(st.integers(1, MAX_EXTENT), st.integers(1, MAX_EXTENT)),
+    key=st.floats(0, 1),
+    tile=st.sampled_from(BACKWARD_TILES),
+    causal=st.booleans(),
+)
+@example(lengths=(MAX_EXTENT, MAX_EXTENT), key=1.0, tile=BACKWARD_TILES[-1], causal=True)
+@example(lengths=(1, MAX_EXTENT), key=0.0, tile=BACKWARD_TILES[-1], causal=True)
+def test_32_bits_are_enough_for_query_blocks(
+    lengths: tuple[int, int], key: float, tile: tuple[int, int], causal: bool
+) -> None:
+    seqlen_q, seqlen_k = lengths
+    tile_m, tile_n = tile
+    n_block = int(key * (seqlen_k - 1)) // tile_n
+    sizes = {"tile_m": tile_m, "tile_n": tile_n, "causal": causal}
+    narrow = query_blocks(Int32(n_block), Int32(seqlen_q), Int32(seqlen_k), **sizes)
+    assert narrow == query_blocks(n_block, seqlen_q, seqlen_k, **sizes)
+    assert 0 <= narrow.num_masked <= narrow.num_blocks <= -(-seqlen_q // tile_m)

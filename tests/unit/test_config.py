@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any, get_args, get_type_hints
 
@@ -13,10 +14,15 @@ from flashhopper.config import (
     MAX_REGISTERS_PER_THREAD,
     REGISTER_FILE,
     SMEM_BYTES_PER_CTA,
+    BackwardConfig,
+    BackwardSpec,
     ConfigError,
     ForwardConfig,
     KernelSpec,
+    PostprocessSpec,
+    PreprocessSpec,
 )
+from flashhopper.heuristics import BACKWARD_TABLE, BackwardRow
 
 D128 = ForwardConfig(tile_m=128, tile_n=128)
 
@@ -217,3 +223,77 @@ def test_spec_name() -> None:
     assert KernelSpec(**SPEC).name == "fwd_bfloat16_d128x128_causal_128x128"
     full = KernelSpec(**(SPEC | {"causal": False, "head_dim_v": 64, "config": ForwardConfig(128, 112)}))
     assert full.name == "fwd_bfloat16_d128x64_full_128x112"
+
+
+BACKWARD = BackwardConfig(64, 128, num_q_stages=3, num_do_stages=3)
+
+
+@pytest.mark.parametrize(
+    "config, head_dim, head_dim_v, expected",
+    [
+        # barriers + K, V + stages · (Q and LSE) + stages · (dO and delta) + stages · dS + P + staging of dQ
+        (BACKWARD, 128, 128, 1024 + 65536 + 3 * 16640 + 3 * 16640 + 2 * 16384 + 16384),
+        (replace(BACKWARD, num_dq_stages=2), 128, 128, 1024 + 65536 + 6 * 16640 + 2 * 16384 + 2 * 16384),
+        (replace(BACKWARD, tile_m=128), 64, 64, 1024 + 32768 + 6 * 16896 + 2 * 32768 + 16384),
+        (BackwardConfig(64, 64, "operands"), 192, 128, 1024 + 40960 + 2 * 24832 + 2 * 16640 + 2 * 8192 + 8192 + 16384),
+        (
+            BackwardConfig(64, 64, "operands", num_do_stages=1, dq_columns=128),
+            256,
+            256,
+            1024 + 65536 + 2 * 33024 + 33024 + 2 * 8192 + 8192 + 32768,
+        ),
+    ],
+)
+def test_backward_smem_bytes(config: BackwardConfig, head_dim: int, head_dim_v: int, expected: int) -> None:
+    assert config.smem_bytes(head_dim, head_dim_v) == expected
+
+
+@pytest.mark.parametrize("row", BACKWARD_TABLE, ids=lambda row: f"d{row.head_dim}x{row.head_dim_v}")
+def test_backward_registers(row: BackwardRow) -> None:
+    budget = row.config.registers()
+    assert budget.producer + budget.dq + 2 * budget.consumer <= 4 * budget.entry  # a wrong sum hangs the card
+    assert budget.entry * row.config.num_threads == REGISTER_FILE
+    for count in budget:
+        assert count % 8 == 0
+        assert 24 <= count <= MAX_REGISTERS_PER_THREAD
+
+
+@pytest.mark.parametrize(
+    "config, head_dim, message",
+    [
+        (replace(BACKWARD, tile_m=80), 128, "tile_m=80 must be 64 or 128"),
+        (replace(BACKWARD, tile_n=64), 128, "tile_n=64 must be 128 with split='keys'"),
+        (BackwardConfig(64, 128, "operands"), 128, "tile_n=128 must be 64 with split='operands'"),
+        (replace(BACKWARD, dq_columns=96), 128, "dq_columns=96 must divide head_dim=128"),
+        (
+            BackwardConfig(64, 64, "operands", dq_columns=192),
+            192,
+            "dq_columns=192 must divide head_dim=192 and be at most",
+        ),
+        (replace(BACKWARD, num_q_stages=5), 128, "num_q_stages=5 must be from 1 to 4"),
+        (
+            replace(BACKWARD, num_dq_stages=2, dq_columns=128),
+            128,
+            "num_dq_stages=2 must be 1 or 2 and divide the 1 chunks",
+        ),
+        (
+            replace(BACKWARD, num_q_stages=4, num_do_stages=4),
+            128,
+            "needs 248832 bytes of shared memory, the card has 232448",
+        ),
+        (replace(BACKWARD, tile_m=128), 128, "accumulators, P and dS take 224 of 208 registers"),
+        (BackwardConfig(64, 64, "operands", warpgroup_order="stagger"), 256, "are for split='keys'"),
+    ],
+)
+def test_backward_that_cannot_run(config: BackwardConfig, head_dim: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        config.check_feasible(head_dim, head_dim)
+
+
+def test_backward_names() -> None:
+    spec = BackwardSpec("bfloat16", 128, 128, True, True, BACKWARD)
+    assert spec.name == "bwd_bfloat16_d128x128_causal_deterministic_64x128"
+    assert PreprocessSpec("float16", 64, 96, True).name == "bwd_pre_float16_d64x96_lse"
+    assert PostprocessSpec("float16", 192).name == "bwd_post_float16_d192"
+    with pytest.raises(ConfigError, match="head_dim=72 must be a multiple of 32"):
+        BackwardSpec("bfloat16", 72, 128, False, False, BACKWARD)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flashhopper import launch
+from flashhopper import device, launch, tma_view
 from flashhopper.problem import AttentionOptions, AttentionProblem, TensorFacts
 
 BF16 = torch.bfloat16
@@ -17,9 +17,9 @@ CARD = torch.device("cuda:0")
 
 @pytest.fixture(autouse=True)
 def _no_card_is_remembered() -> Iterator[None]:
-    launch._hopper_multiprocessors.cache_clear()
+    device.hopper_multiprocessors.cache_clear()
     yield
-    launch._hopper_multiprocessors.cache_clear()
+    device.hopper_multiprocessors.cache_clear()
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, name: str, major: int, minor: int) -> None:
@@ -77,7 +77,7 @@ def test_only_strides_that_tma_cannot_read_are_copied(
     shape: tuple[int, ...], stride: tuple[int, ...], copies: bool
 ) -> None:
     tensor = STORAGE.as_strided(shape, stride)
-    view = launch._TmaView(TensorFacts.of(tensor))
+    view = tma_view.TmaView(TensorFacts.of(tensor))
     seen = view(tensor) if view.changes else tensor
     assert view.copies is copies
     assert (seen.data_ptr() != tensor.data_ptr()) is copies

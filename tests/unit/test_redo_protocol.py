@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from flashhopper.config import ROWS_PER_WARPGROUP, ForwardConfig, KernelSpec
-from flashhopper.heuristics import all_specs
+from flashhopper.heuristics import forward_specs
 from flashhopper.kernels import cta, load, pipeline, tile_scheduler
 from flashhopper.kernels.cta import Cta
 from flashhopper.kernels.load import Producer
@@ -330,7 +330,7 @@ class Machine:
             self.cta.scheduler.mailbox.judge(item, trusted, exact, 0)
 
 
-TABLE = [spec for spec in all_specs() if spec.dtype == "bfloat16"]
+TABLE = [spec for spec in forward_specs() if spec.dtype == "bfloat16"]
 
 
 def variants() -> Iterator[tuple[str, KernelSpec]]:

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from int32 import Int32
 
 from flashhopper.config import ForwardConfig, KernelSpec
-from flashhopper.heuristics import all_specs
+from flashhopper.heuristics import forward_specs
 from flashhopper.kernels.block_range import key_blocks
 from flashhopper.kernels.tile_scheduler import L2_KV_BYTES, TileCoord, TileGrid
 
-SPECS = [spec for spec in all_specs() if spec.dtype == "bfloat16"]
+SPECS = [spec for spec in forward_specs() if spec.dtype == "bfloat16"]
 NUM_SMS = 132
 
 

@@ -11,9 +11,9 @@ import torch
 from flashhopper.bench.check import check_cell, check_outputs, random_inputs, reason_of
 from flashhopper.bench.configs import DEFAULT, VariantPlan
 from flashhopper.bench.environment import describe_machine
-from flashhopper.bench.forward import Progress
 from flashhopper.bench.grid import Cell
 from flashhopper.bench.peers import Peer
+from flashhopper.bench.run import Progress
 from flashhopper.bench.timing import Candidate, Clock, Plan, measure, medians
 from flashhopper.bench.variants import VariantResults, VariantRow
 from flashhopper.config import ForwardConfig

@@ -1,9 +1,9 @@
-"""A sanity check of what is timed: each output against attention in fp32, once per head_dim and mask."""
+"""A sanity check of what is timed: each result against attention in fp32, once per head_dim and mask."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,20 +17,40 @@ CHECK_BATCH = 2
 
 @dataclass(frozen=True)
 class Check:
-    """The largest absolute error of one implementation; ``ok`` if it is within the numerics contract's bound."""
+    """The largest absolute error of one implementation; ``ok`` if it is within the numerics contract's bound.
+
+    ``tensor`` is ``dq``, ``dk`` or ``dv``, and None for the output.
+    """
 
     cell: str
     name: str
     error: float | None
     tolerance: float
     reason: str | None = None
+    tensor: str | None = None
 
     @property
     def ok(self) -> bool:
         return self.error is not None and self.error <= self.tolerance
 
+    @property
+    def label(self) -> str:
+        return self.name if self.tensor is None else f"{self.name} {self.tensor}"
+
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "ok": self.ok}
+        data = {**asdict(self), "ok": self.ok}
+        if self.tensor is None:
+            del data["tensor"]
+        return data
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a result is compared with: the value in fp32, and the largest error allowed."""
+
+    tensor: str | None
+    reference: torch.Tensor
+    tolerance: float
 
 
 def random_inputs(cell: Cell, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -39,6 +59,10 @@ def random_inputs(cell: Cell, generator: torch.Generator) -> tuple[torch.Tensor,
     dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}[cell.dtype]
     q, k, v = (torch.randn(shape, generator=generator, device=generator.device, dtype=dtype) for _ in range(3))
     return q, k, v
+
+
+def random_like(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
 
 
 def check_cell(cell: Cell) -> Cell:
@@ -71,16 +95,48 @@ def check_outputs(
     q, k, v = inputs
     reference = attention(q.float(), k.float(), v.float(), cell.causal)
     tolerance = tolerance_of(reference, attention(q, k, v, cell.causal))
+    return _compare(
+        cell, [Expected(None, reference, tolerance)], {name: _alone(call) for name, call in outputs.items()}
+    )
+
+
+def check_gradients(
+    cell: Cell,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    dout: torch.Tensor,
+    gradients: Mapping[str, Callable[[], Sequence[torch.Tensor]]],
+) -> list[Check]:
+    """The same for dq, dk and dv, a check each. ``inputs`` are leaves that require gradients."""
+    q, k, v = (x.detach().float().requires_grad_() for x in inputs)
+    references = torch.autograd.grad(attention(q, k, v, cell.causal), (q, k, v), dout.float())
+    plain = torch.autograd.grad(attention(*inputs, cell.causal), inputs, dout)
+    expected = [
+        Expected(tensor, reference, tolerance_of(reference, same_math))
+        for tensor, reference, same_math in zip(("dq", "dk", "dv"), references, plain, strict=True)
+    ]
+    return _compare(cell, expected, gradients)
+
+
+def _alone(call: Callable[[], torch.Tensor]) -> Callable[[], tuple[torch.Tensor]]:
+    return lambda: (call(),)
+
+
+def _compare(
+    cell: Cell, expected: Sequence[Expected], results: Mapping[str, Callable[[], Sequence[torch.Tensor]]]
+) -> list[Check]:
     checks = []
-    for name, output in outputs.items():
+    for name, result in results.items():
+        errors: list[float] = []
+        reason = None
         try:
-            error = float((output().float() - reference).abs().max())
+            for value, what in zip(result(), expected, strict=True):
+                errors.append(float((value.float() - what.reference).abs().max()))
         except Exception as problem:  # whatever a peer raises is the result of its check
-            checks.append(Check(str(cell), name, None, tolerance, reason_of(problem)))
-        else:
+            errors, reason = [math.nan] * len(expected), reason_of(problem)
+        for error, what in zip(errors, expected, strict=True):
             finite = math.isfinite(error)
-            reason = None if finite else "the output is not finite"
-            checks.append(Check(str(cell), name, error if finite else None, tolerance, reason))
+            why = None if finite else reason or f"the {'output' if what.tensor is None else what.tensor} is not finite"
+            checks.append(Check(str(cell), name, error if finite else None, what.tolerance, why, what.tensor))
     return checks
 
 

@@ -14,7 +14,8 @@ import torch
 from flashhopper.bench.check import random_inputs, reason_of
 from flashhopper.bench.environment import describe_machine
 from flashhopper.bench.grid import Cell
-from flashhopper.bench.peers import OURS, Peer
+from flashhopper.bench.passes import OURS
+from flashhopper.bench.peers import Peer
 from flashhopper.bench.timing import Candidate, Clock, host_microseconds
 
 # Small enough that the device keeps up with the host: 300 calls stay far below the launch queue's depth.

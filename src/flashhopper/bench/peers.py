@@ -15,17 +15,18 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashhopper.bench.environment import hopper_problem
+from flashhopper.bench.passes import FORWARD, LABELS, OURS, OURS_DETERMINISTIC, Pass
 from flashhopper.bench.timing import Candidate
 
 Call = Callable[[], object]
-OURS = "ours"
-PEERS = ("fa4", "fa3", "cudnn", "fa2")
-NAMES = (OURS, *PEERS)
-LABELS = {"ours": "FlashHopper", "fa4": "FA4", "fa3": "FA3", "cudnn": "cuDNN", "fa2": "FA2"}
+GradientCall = Callable[[], tuple[torch.Tensor, ...]]  # returns dq, dk, dv
 
 
 class Peer(ABC):
-    """One implementation of exact attention on ``(batch, seqlen, heads, head_dim)`` tensors."""
+    """One implementation of exact attention on ``(batch, seqlen, heads, head_dim)`` tensors.
+
+    It may want another layout: ``arrange`` gives it, once, and ``restore`` turns what comes out back.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -43,11 +44,45 @@ class Peer(ABC):
         """The installed version, None if it is not installed."""
 
     @abstractmethod
+    def call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Call:
+        """A call without arguments that runs the forward once on arranged tensors."""
+
+    def arrange(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` in the layout that the implementation takes; a leaf of autograd's graph if ``x`` is one."""
+        return x
+
+    def restore(self, x: torch.Tensor) -> torch.Tensor:
+        """The inverse of ``arrange``."""
+        return x
+
     def prepare(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Call:
         """A call without arguments that runs the forward once; everything that is not the forward happens here."""
+        return self.call(self.arrange(q), self.arrange(k), self.arrange(v), causal)
+
+    def prepare_backward(
+        self, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], dout: torch.Tensor, causal: bool
+    ) -> GradientCall:
+        """A call that runs the backward alone, over a graph that is recorded here; gradients in the peer's layout."""
+        q, k, v = (self.arrange(x) for x in inputs)
+        dout = self.arrange(dout)
+        with self.session():
+            out = self._first(self.call(q, k, v, causal)())
+        return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+    def prepare_train(
+        self, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], dout: torch.Tensor, causal: bool
+    ) -> GradientCall:
+        """A call that runs forward and backward; gradients in the peer's layout."""
+        q, k, v = (self.arrange(x) for x in inputs)
+        dout = self.arrange(dout)
+        forward = self.call(q, k, v, causal)
+        return lambda: torch.autograd.grad(self._first(forward()), (q, k, v), dout)
 
     def output(self, raw: object) -> torch.Tensor:
         """The ``(batch, seqlen, heads, head_dim)`` output in what a prepared call returned."""
+        return self.restore(self._first(raw))
+
+    def _first(self, raw: object) -> torch.Tensor:
         first = raw[0] if isinstance(raw, tuple) else raw
         if not isinstance(first, torch.Tensor):
             raise TypeError(f"{self.name} returned {type(first).__name__}, expected a tensor")
@@ -64,10 +99,11 @@ class Peer(ABC):
 class PackagePeer(Peer):
     """A package that exports ``flash_attn_func(q, k, v, causal=...)``; ``modules`` are tried in order."""
 
-    def __init__(self, name: str, modules: Sequence[str], distributions: Sequence[str]) -> None:
+    def __init__(self, name: str, modules: Sequence[str], distributions: Sequence[str], **options: bool) -> None:
         super().__init__(name)
         self.modules = tuple(modules)
         self.distributions = tuple(distributions)
+        self.options = options
 
     def _module(self) -> str | None:
         return next((module for module in self.modules if _is_installed(module)), None)
@@ -94,12 +130,13 @@ class PackagePeer(Peer):
         imported = sys.modules.get(self._module() or "")  # a source tree on the path has no metadata
         return getattr(imported, "__version__", None)
 
-    def prepare(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Call:
+    def call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Call:
         module = self._module()
         if module is None:
             raise ModuleNotFoundError(f"{self.name} is not installed")
         function: Callable[..., object] = importlib.import_module(module).flash_attn_func
-        return lambda: function(q, k, v, causal=causal)
+        options = self.options
+        return lambda: function(q, k, v, causal=causal, **options)
 
 
 class SdpaPeer(Peer):
@@ -123,31 +160,33 @@ class SdpaPeer(Peer):
             return None if version is None else f"{version // 10000}.{version // 100 % 100}.{version % 100}"
         return f"torch {torch.__version__}"
 
-    def prepare(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Call:
-        q, k, v = (
-            x.detach().transpose(1, 2).contiguous().requires_grad_(x.requires_grad) for x in (q, k, v)
-        )  # the layout SDPA is documented for: (batch, heads, seqlen, head_dim)
+    def call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Call:
         attention = torch.nn.functional.scaled_dot_product_attention
         return lambda: attention(q, k, v, is_causal=causal)
 
-    def output(self, raw: object) -> torch.Tensor:
-        return super().output(raw).transpose(1, 2)
+    def arrange(self, x: torch.Tensor) -> torch.Tensor:
+        """The layout SDPA is documented for: ``(batch, heads, seqlen, head_dim)``."""
+        return x.detach().transpose(1, 2).contiguous().requires_grad_(x.requires_grad)
+
+    def restore(self, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(1, 2)
 
     def session(self) -> AbstractContextManager[object]:
         context: AbstractContextManager[object] = sdpa_kernel(self.backend)
         return context
 
 
-def all_peers() -> dict[str, Peer]:
-    """Every implementation, ours first."""
+def all_peers(kind: Pass = FORWARD) -> dict[str, Peer]:
+    """Every implementation that has ``kind``, ours first."""
     peers: list[Peer] = [
         PackagePeer(OURS, ["flashhopper"], ["flashhopper"]),
+        PackagePeer(OURS_DETERMINISTIC, ["flashhopper"], ["flashhopper"], deterministic=True),
         PackagePeer("fa4", ["flash_attn.cute"], ["flash-attn-4"]),
         PackagePeer("fa3", ["flash_attn_interface", "fa3_fwd_interface"], ["flash-attn-3", "fa3-fwd"]),
         SdpaPeer("cudnn", SDPBackend.CUDNN_ATTENTION),
         SdpaPeer("fa2", SDPBackend.FLASH_ATTENTION),
     ]
-    return {peer.name: peer for peer in peers}
+    return {peer.name: peer for peer in peers if peer.name in kind.names}
 
 
 def _is_installed(module: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,20 @@ from matplotlib.figure import Figure
 
 from flashhopper.bench import BenchError
 from flashhopper.bench.grid import short_seqlen
-from flashhopper.bench.peers import LABELS, NAMES, OURS
-from flashhopper.bench.results import ForwardResults, Row
+from flashhopper.bench.passes import LABELS, OURS
+from flashhopper.bench.results import GridResults, Row
 
 INK, QUIET, GRID_COLOUR = "#1b1f24", "#59636e", "#e4e7eb"
 # Ours stands out by colour, width and filled markers; peers differ by marker as well, for readers who see no hue.
-COLOURS = {"ours": "#d9480f", "fa4": "#1f5fa8", "fa3": "#5b9bd5", "cudnn": "#4f9a3a", "fa2": "#8a9099"}
-MARKERS = {"ours": "o", "fa4": "s", "fa3": "D", "cudnn": "^", "fa2": "v"}
+COLOURS = {
+    "ours": "#d9480f",
+    "ours_deterministic": "#f0986f",
+    "fa4": "#1f5fa8",
+    "fa3": "#5b9bd5",
+    "cudnn": "#4f9a3a",
+    "fa2": "#8a9099",
+}
+MARKERS = {"ours": "o", "ours_deterministic": "P", "fa4": "s", "fa3": "D", "cudnn": "^", "fa2": "v"}
 STYLE: dict[Any, Any] = {
     "font.size": 12,
     "axes.edgecolor": GRID_COLOUR,
@@ -28,7 +36,7 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def plot_forward(results: ForwardResults, path: Path) -> None:
+def plot_grid(results: GridResults, path: Path) -> None:
     """Write a PNG: a row per mask, a column per head_dim, a line per implementation."""
     head_dims = sorted({row.cell.d for row in results.rows})
     masks = sorted({row.cell.causal for row in results.rows}, reverse=True)
@@ -40,7 +48,7 @@ def plot_forward(results: ForwardResults, path: Path) -> None:
         for axes_row, causal in zip(grid, masks, strict=True):
             for axes, d in zip(axes_row, head_dims, strict=True):
                 rows = [row for row in results.rows if row.cell.d == d and row.cell.causal == causal]
-                _panel(axes, sorted(rows, key=lambda row: row.cell.s))
+                _panel(axes, sorted(rows, key=lambda row: row.cell.s), results.kind.names)
                 axes.set_title(f"head_dim {d}, {'causal' if causal else 'full'}", loc="left", color=INK)
         grid[0][0].set_ylim(0, 1.1 * max(max(_rates(row), default=1.0) for row in results.rows))  # shared by all
         for axes in grid[-1]:
@@ -52,9 +60,9 @@ def plot_forward(results: ForwardResults, path: Path) -> None:
         figure.savefig(path, dpi=150)
 
 
-def _panel(axes: Axes, rows: list[Row]) -> None:
+def _panel(axes: Axes, rows: list[Row], names: Sequence[str]) -> None:
     lengths = [row.cell.s for row in rows]
-    for name in reversed(NAMES):  # ours last, on top
+    for name in reversed(names):  # ours last, on top
         points = [(at, rate) for at, row in enumerate(rows) if (rate := row.tflops.get(name)) is not None]
         if not points:
             continue
@@ -83,17 +91,17 @@ def _rates(row: Row) -> list[float]:
     return [rate for rate in row.tflops.values() if rate is not None]
 
 
-def _head(figure: Figure, results: ForwardResults) -> None:
+def _head(figure: Figure, results: GridResults) -> None:
     """Title, provenance and one legend for all panels, ours first."""
     lines: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             lines.setdefault(label, handle)
-    labels = [LABELS[name] for name in NAMES if LABELS[name] in lines]
+    labels = [LABELS[name] for name in results.kind.names if LABELS[name] in lines]
     dtype = results.rows[0].cell.dtype
     machine = results.machine
     height = figure.get_figheight()
-    figure.text(0.015, 1 - 0.34 / height, f"Attention forward, {dtype}", fontsize=16, fontweight="bold")
+    figure.text(0.015, 1 - 0.34 / height, f"{results.kind.title}, {dtype}", fontsize=16, fontweight="bold")
     figure.text(
         0.015,
         1 - 0.64 / height,

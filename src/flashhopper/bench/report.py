@@ -10,31 +10,46 @@ from rich.table import Table
 
 from flashhopper.bench import BenchError
 from flashhopper.bench.grid import PEAK_TFLOPS, Cell, short_seqlen
-from flashhopper.bench.peers import LABELS, NAMES, OURS, PEERS
-from flashhopper.bench.results import ForwardResults, Row
+from flashhopper.bench.passes import LABELS, OURS, OURS_DETERMINISTIC, Pass
+from flashhopper.bench.results import GridResults, Row
 from flashhopper.bench.variants import VariantResults, VariantRow
 
-START_MARKER = "<!-- forward-table:start -->"
-END_MARKER = "<!-- forward-table:end -->"
 ABSENT = "–"
 
 
-def forward_table(rows: Sequence[Row], title: str) -> Table:
+def grid_table(rows: Sequence[Row], title: str, kind: Pass) -> Table:
     """A line per cell: every implementation's TFLOPS, and ours against the best peer."""
+    lines = [[*(_rate(row.tflops.get(name)) for name in kind.names), _verdict(row)] for row in rows]
+    return _cell_table(rows, title, [*(LABELS[name] for name in kind.names), "to best peer"], lines)
+
+
+def memory_table(rows: Sequence[Row], title: str) -> Table | None:
+    """A line per cell: what is kept for the backward, and the backward's peak beyond that. None if nobody measured."""
+    rows = [row for row in rows if row.memory]
+    names = list(dict.fromkeys(name for row in rows for name in row.memory))
+    if not names:
+        return None
+    columns = [(name, key) for key in ("saved_mib", "backward_peak_mib") for name in names]
+    texts = {"saved_mib": "kept", "backward_peak_mib": "peak"}
+    headings = [f"{texts[key]}, {LABELS[name]}" for name, key in columns]
+    lines = [[_rate(row.memory.get(name, {}).get(key)) for name, key in columns] for row in rows]
+    return _cell_table(rows, title, headings, lines)
+
+
+def _cell_table(rows: Sequence[Row], title: str, headings: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
     table = Table(title=title)
-    for heading in ("d", "mask", "s", *(LABELS[name] for name in NAMES), "to best peer"):
+    for heading in ("d", "mask", "s", *headings):
         table.add_column(heading, justify="left" if heading == "mask" else "right")
     previous: Cell | None = None
-    for row in rows:
+    for row, line in zip(rows, lines, strict=True):
         if previous is not None and (previous.d, previous.causal) != (row.cell.d, row.cell.causal):
             table.add_section()
         previous = row.cell
-        rates = [_rate(row.tflops.get(name)) for name in NAMES]
-        table.add_row(str(row.cell.d), row.cell.mask, short_seqlen(row.cell.s), *rates, _verdict(row))
+        table.add_row(str(row.cell.d), row.cell.mask, short_seqlen(row.cell.s), *line)
     return table
 
 
-def summary_lines(results: ForwardResults) -> list[str]:
+def summary_lines(results: GridResults) -> list[str]:
     """Geometric mean, worst cell, headline shapes, and the card's matmul rate, as sentences."""
     summary = results.summary()
     lines = []
@@ -45,6 +60,7 @@ def summary_lines(results: ForwardResults) -> list[str]:
         )
         versus = [f"{LABELS[name]} {ratio:.3f}" for name, ratio in summary["geomean_vs"].items() if ratio is not None]
         lines.append(f"geometric mean to each peer: {', '.join(versus)}")
+    lines += _deterministic(results)
     for kind, figures in summary["headline"].items():
         parts = []
         if figures["peak_fraction"]:
@@ -58,6 +74,12 @@ def summary_lines(results: ForwardResults) -> list[str]:
     before, after = (_rate(results.matmul_tflops.get(when)) for when in ("before", "after"))
     lines.append(f"cuBLAS bf16 8192³ under load: {before} TFLOPS before, {after} after")
     return lines
+
+
+def _deterministic(results: GridResults) -> list[str]:
+    """A sentence on what ``deterministic=True`` costs; none if it was not measured."""
+    rate = results.summary().get("geomean_deterministic")
+    return [] if rate is None else [f"ours with deterministic=True: {rate:.3f} of the default, geometric mean"]
 
 
 def launch_table(rows: Sequence[dict[str, Any]]) -> Table:
@@ -87,33 +109,43 @@ def variant_tables(results: VariantResults) -> list[Table]:
     return tables
 
 
-def markdown_table(results: ForwardResults, every_cell: bool = False) -> str:
+def markdown_table(results: GridResults, every_cell: bool = False) -> str:
     """The README's table: ours in TFLOPS with its ratio to the best peer, or every implementation in every cell."""
     if every_cell:
-        return f"{_full_markdown(results.rows)}\n\n{caption(results)}"
-    present = [LABELS[name] for name in PEERS if any(row.tflops.get(name) is not None for row in results.rows)]
+        return f"{_full_markdown(results.rows, results.kind)}\n\n{caption(results)}"
+    kind = results.kind
+    present = [LABELS[name] for name in kind.peers if any(row.tflops.get(name) is not None for row in results.rows)]
     meaning = f"In parentheses: times the fastest of {', '.join(present)} in that cell. " if present else ""
-    return f"{_compact_markdown(results.rows)}\n\n{meaning}{caption(results)}"
+    notes = "".join(f" {line[0].upper()}{line[1:]}." for line in _deterministic(results))
+    return f"{_compact_markdown(results.rows)}\n\n{meaning}{caption(results)}{notes}"
 
 
-def caption(results: ForwardResults) -> str:
+def caption(results: GridResults) -> str:
     """Where the figures come from: card, date, versions, the matmul rate beside them."""
-    versions = [f"{LABELS[name]} {version}" for name, version in results.versions.items() if version and name in LABELS]
+    found = {name: version for name, version in results.versions.items() if name in LABELS}
+    found.pop(OURS_DETERMINISTIC, None)  # the same package
+    versions = [f"{LABELS[name]} {version}" for name, version in found.items() if version]
     head = f"TFLOPS on {results.machine['device']}, {results.machine['date']}, torch {results.machine['torch']}"
     rates = [rate for rate in results.matmul_tflops.values() if rate is not None]
     yardstick = f"; cuBLAS bf16 8192³ under load in the same run: {min(rates):.0f}–{max(rates):.0f}" if rates else ""
     return f"{head} ({', '.join(versions)}){yardstick}."
 
 
-def update_markers(path: Path, text: str) -> bool:
-    """Put ``text`` between the markers of ``path``. True if the file changed."""
+def has_markers(path: Path, kind: Pass) -> bool:
     if not path.is_file():
         raise BenchError(f"no file {path}")
+    text = path.read_text(encoding="utf-8")
+    return 0 <= text.find(kind.start_marker) < text.find(kind.end_marker)
+
+
+def update_markers(path: Path, kind: Pass, text: str) -> bool:
+    """Put ``text`` between the pass's markers in ``path``. True if the file changed."""
+    if not has_markers(path, kind):
+        raise BenchError(f"{path} needs the lines {kind.start_marker} and {kind.end_marker}, in this order")
     old = path.read_text(encoding="utf-8")
-    start, end = old.find(START_MARKER), old.find(END_MARKER)
-    if start < 0 or end < start:
-        raise BenchError(f"{path} needs the lines {START_MARKER} and {END_MARKER}, in this order")
-    new = f"{old[: start + len(START_MARKER)]}\n{text}\n{old[end:]}"
+    head, _, rest = old.partition(kind.start_marker)
+    tail = rest[rest.find(kind.end_marker) :]
+    new = f"{head}{kind.start_marker}\n{text}\n{tail}"
     if new != old:
         path.write_text(new, encoding="utf-8")
     return new != old
@@ -155,16 +187,16 @@ def _compact_cell(row: Row | None) -> str:
     return _rate(row.tflops[OURS]) + ("" if ratio is None else f" ({ratio:.2f}×)")
 
 
-def _full_markdown(rows: Sequence[Row]) -> str:
-    headings = ["head_dim", "mask", "seqlen", *(LABELS[name] for name in NAMES), "to best peer"]
+def _full_markdown(rows: Sequence[Row], kind: Pass) -> str:
+    headings = ["head_dim", "mask", "seqlen", *(LABELS[name] for name in kind.names), "to best peer"]
     lines = [_markdown_line(headings), _markdown_line(["---:", "---", *("---:" for _ in headings[2:])])]
     for row in rows:
-        best = max((rate for name in NAMES if (rate := row.tflops.get(name)) is not None), default=None)
+        best = max((rate for name in kind.names if (rate := row.tflops.get(name)) is not None), default=None)
         rates = []
-        for name in NAMES:
+        for name in kind.names:
             rate = row.tflops.get(name)
             rates.append(f"**{_rate(rate)}**" if rate is not None and rate == best else _rate(rate))
-        ratio = row.ratio(PEERS)
+        ratio = row.ratio()
         shape = [str(row.cell.d), row.cell.mask, short_seqlen(row.cell.s)]
         lines.append(_markdown_line([*shape, *rates, ABSENT if ratio is None else f"{ratio:.2f}×"]))
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What a forward run found: rows of TFLOPS, their summary, the JSON file, and the gate against an earlier file."""
+"""What a grid run found: rows of TFLOPS, their summary, the JSON file, and the gate against an earlier file."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from typing import Any
 
 from flashhopper.bench import BenchError
 from flashhopper.bench.grid import PEAK_TFLOPS, Cell
-from flashhopper.bench.peers import NAMES, OURS, PEERS
+from flashhopper.bench.passes import FORWARD, OUR_NAMES, OURS, OURS_DETERMINISTIC, PASSES, PEERS, Pass
 
 MAX_DROP = 0.04  # twice the spread of medians between runs on one card
 
 
 @dataclass(frozen=True)
 class Row:
-    """One cell's TFLOPS by implementation; None where it is absent or failed."""
+    """One cell's TFLOPS by implementation; None where it is absent or failed. ``memory`` is in MiB."""
 
     cell: Cell
     tflops: dict[str, float | None]
+    memory: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, cell: Cell, milliseconds: dict[str, float]) -> Row:
-        return cls(cell, {name: round(cell.tflops(ms), 1) for name, ms in milliseconds.items()})
+    def of(cls, cell: Cell, milliseconds: dict[str, float], kind: Pass = FORWARD) -> Row:
+        return cls(cell, {name: round(kind.flop_factor * cell.tflops(ms), 1) for name, ms in milliseconds.items()})
 
     def best_peer(self, among: Iterable[str] = PEERS) -> tuple[str, float] | None:
         """The fastest peer and its TFLOPS."""
@@ -43,19 +44,20 @@ class Row:
     def peers_present(self) -> set[str]:
         return {name for name in PEERS if self.tflops.get(name) is not None}
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self, names: Sequence[str]) -> dict[str, Any]:
         cell = self.cell
         shape = {"dtype": cell.dtype, "d": cell.d, "causal": cell.causal, "s": cell.s, "b": cell.b, "h": cell.h}
-        return {**shape, **{name: self.tflops.get(name) for name in NAMES}}
+        memory = {"memory": self.memory} if self.memory else {}
+        return {**shape, **{name: self.tflops.get(name) for name in names}, **memory}
 
     @classmethod
-    def from_json(cls, row: dict[str, Any]) -> Row:
+    def from_json(cls, row: dict[str, Any], names: Sequence[str]) -> Row:
         cell = Cell(row["dtype"], row["d"], row["causal"], row["s"], row["b"], row["h"])
-        return cls(cell, {name: row.get(name) for name in NAMES})
+        return cls(cell, {name: row.get(name) for name in names}, row.get("memory", {}))
 
 
 @dataclass
-class ForwardResults:
+class GridResults:
     """A whole run. ``machine`` is the head of the file; ``skipped`` and ``checks`` say why a figure is missing."""
 
     machine: dict[str, Any]
@@ -66,23 +68,25 @@ class ForwardResults:
     checks: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[dict[str, str]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    kind: Pass = FORWARD
 
     def skip(self, name: str, where: str, reason: str) -> None:
         """Note a missing figure; for our own implementation it is an error of the run."""
         self.skipped.append({"implementation": name, "where": where, "reason": reason})
-        if name == OURS:
+        if name in OUR_NAMES:
             self.errors.append(f"{where}: {reason}")
 
     def summary(self) -> dict[str, Any]:
-        return summarise(self.rows, self.burst)
+        return summarise(self.rows, self.burst, self.kind)
 
     def to_json(self) -> dict[str, Any]:
         return {
             **self.machine,
+            **({} if self.kind == FORWARD else {"pass": self.kind.name}),
             "versions": self.versions,
             "matmul_tflops": self.matmul_tflops,
-            "rows": [row.to_json() for row in self.rows],
-            "burst": [row.to_json() for row in self.burst],
+            "rows": [row.to_json(self.kind.names) for row in self.rows],
+            "burst": [row.to_json(self.kind.names) for row in self.burst],
             "summary": self.summary(),
             "checks": self.checks,
             "skipped": self.skipped,
@@ -90,16 +94,18 @@ class ForwardResults:
         }
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> ForwardResults:
+    def from_json(cls, data: dict[str, Any]) -> GridResults:
+        kind = PASSES[data.get("pass", FORWARD.name)]
         return cls(
             machine={key: data.get(key) for key in ("device", "date", "torch", "driver")},
             versions=data.get("versions", {}),
             matmul_tflops=data.get("matmul_tflops", {"before": None, "after": None}),
-            rows=[Row.from_json(row) for row in data["rows"]],
-            burst=[Row.from_json(row) for row in data.get("burst", [])],
+            rows=[Row.from_json(row, kind.names) for row in data["rows"]],
+            burst=[Row.from_json(row, kind.names) for row in data.get("burst", [])],
             checks=data.get("checks", []),
             skipped=data.get("skipped", []),
             errors=data.get("errors", []),
+            kind=kind,
         )
 
 
@@ -117,20 +123,21 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
     path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
 
 
-def read_results(path: Path) -> ForwardResults:
+def read_results(path: Path) -> GridResults:
     if not path.is_file():
-        raise BenchError(f"no file {path}: `flashhopper bench forward` writes it")
+        raise BenchError(f"no file {path}: `flashhopper bench forward`, `backward` and `train` write such files")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        return ForwardResults.from_json(data)
+        return GridResults.from_json(data)
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise BenchError(f"{path} is not a result file of `flashhopper bench forward`: {error!r}") from error
+        raise BenchError(f"{path} is not a result file of bench forward, backward or train: {error!r}") from error
 
 
-def summarise(rows: Sequence[Row], burst: Sequence[Row] = ()) -> dict[str, Any]:
+def summarise(rows: Sequence[Row], burst: Sequence[Row] = (), kind: Pass = FORWARD) -> dict[str, Any]:
     """Geometric mean and worst of ours to the best peer, to each peer, and the long head_dim 128 shapes' headline."""
     ratios = [(ratio, row) for row in rows if (ratio := row.ratio()) is not None]
     worst = min(ratios, key=lambda pair: pair[0], default=None)
+    deterministic = [1 / ratio for row in rows if (ratio := row.ratio([OURS_DETERMINISTIC]))]
     return {
         "cells": len(ratios),
         "wins": sum(ratio >= 1.0 for ratio, _ in ratios),
@@ -138,8 +145,9 @@ def summarise(rows: Sequence[Row], burst: Sequence[Row] = ()) -> dict[str, Any]:
         "min_ratio": round(worst[0], 3) if worst else None,
         "min_ratio_cell": str(worst[1].cell) if worst else None,
         "geomean_vs": {
-            name: _geomean([ratio for row in rows if (ratio := row.ratio([name])) is not None]) for name in PEERS
+            name: _geomean([ratio for row in rows if (ratio := row.ratio([name])) is not None]) for name in kind.peers
         },
+        **({"geomean_deterministic": _geomean(deterministic)} if OURS_DETERMINISTIC in kind.names else {}),
         "headline": {"sustained": headline(rows), "burst": headline(burst)},
     }
 

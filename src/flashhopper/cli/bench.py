@@ -5,27 +5,30 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashhopper.bench import BenchError
+from flashhopper.bench.passes import BACKWARD, FORWARD, OURS, PASSES, TRAIN, Pass
+from flashhopper.cli.bench_output import (
+    make_console,
+    print_errors,
+    print_grid,
+    print_skipped,
+    print_variants,
+    progress_bar,
+)
 from flashhopper.cli.warmup import positive
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from flashhopper.bench.configs import Variants
-    from flashhopper.bench.forward import Progress
     from flashhopper.bench.grid import Cell
     from flashhopper.bench.peers import Peer
-    from flashhopper.bench.results import ForwardResults
-    from flashhopper.bench.variants import VariantResults
+    from flashhopper.bench.results import GridResults
 
 RESULTS = Path("benchmarks/results")
-FORWARD_JSON = RESULTS / "forward.json"
-PLOT_PNG = Path("docs/images/forward.png")
+IMAGES = Path("docs/images")
 CANNOT_RUN = 2  # exit code: nothing was measured; 1 is a measured failure
 
 Subparsers = Any  # argparse's own type for it is private
@@ -36,7 +39,9 @@ def add_parser(subparsers: Subparsers) -> None:
     """Add ``bench`` and its commands; each sets ``run``, which takes the parsed arguments and returns the exit code."""
     parser = subparsers.add_parser("bench", help="measure this package and its peers on a Hopper GPU")
     commands = parser.add_subparsers(dest="bench_command", required=True, metavar="COMMAND")
-    _add_forward(commands)
+    _add_grid(commands, FORWARD, "forward TFLOPS of every installed implementation")
+    _add_grid(commands, BACKWARD, "backward TFLOPS of every installed implementation, and its memory")
+    _add_grid(commands, TRAIN, "TFLOPS of forward and backward in one step, and the backward's memory")
     _add_launch(commands)
     _add_ablation(commands)
     _add_tiles(commands)
@@ -78,8 +83,9 @@ def _add_grid_arguments(parser: argparse.ArgumentParser, head_dims: str, seqlens
     parser.set_defaults(mask="both")
 
 
-def _add_run_arguments(parser: argparse.ArgumentParser, output: Path | None, peers: str) -> None:
-    parser.add_argument("--peers", nargs="*", metavar="NAME", help=f"of fa4, fa3, cudnn, fa2 (default: {peers})")
+def _add_run_arguments(parser: argparse.ArgumentParser, output: Path | None, peers: str, kind: Pass = FORWARD) -> None:
+    names = ", ".join(name for name in kind.names if name != OURS)
+    parser.add_argument("--peers", nargs="*", metavar="NAME", help=f"of {names} (default: {peers})")
     parser.add_argument("--seed", type=int, help="of the inputs; a fresh one by default, printed either way")
     parser.add_argument("--output", type=Path, default=output, help=f"the JSON file (default: {output or 'none'})")
 
@@ -95,10 +101,11 @@ def _add_compile_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=positive, metavar="N", help=text)
 
 
-def _add_forward(commands: Subparsers) -> None:
-    parser = _command(commands, "forward", _run_forward, "forward TFLOPS of every installed implementation")
+def _add_grid(commands: Subparsers, kind: Pass, text: str) -> None:
+    parser = _command(commands, kind.name, _run_grid, text)
+    parser.set_defaults(kind=kind)
     _add_grid_arguments(parser, "64 128 256", "512 to 32k in powers of two")
-    _add_run_arguments(parser, FORWARD_JSON, "all that are installed")
+    _add_run_arguments(parser, _result_file(kind), "all that are installed", kind)
     _add_budget_arguments(parser, "300, with --quick 60", None)
     parser.add_argument("--quick", action="store_true", help="s = 2k and 16k only, no cold burst, one minute")
     parser.add_argument("--no-burst", action="store_true", help="leave out the cold-burst figures (75 s)")
@@ -133,53 +140,65 @@ def _add_tiles(commands: Subparsers) -> None:
 
 
 def _add_plot(commands: Subparsers) -> None:
-    parser = _command(commands, "plot", _run_plot, "a PNG from a result file of bench forward")
-    parser.add_argument("--input", type=Path, default=FORWARD_JSON)
-    parser.add_argument("--output", type=Path, default=PLOT_PNG)
+    parser = _command(commands, "plot", _run_plot, "a PNG from each result file of bench forward, backward and train")
+    _add_input_argument(parser)
+    parser.add_argument("--output", type=Path, help=f"with --input only (default: {IMAGES}/PASS.png)")
 
 
 def _add_table(commands: Subparsers) -> None:
-    parser = _command(commands, "table", _run_table, "a table from a result file of bench forward")
-    parser.add_argument("--input", type=Path, default=FORWARD_JSON)
+    text = "a table from each result file of bench forward, backward and train"
+    parser = _command(commands, "table", _run_table, text)
+    _add_input_argument(parser)
     parser.add_argument("--markdown", action="store_true", help="print markdown instead of a terminal table")
     parser.add_argument("--every-cell", action="store_true", help="markdown with a line per cell, peers included")
-    text = "put the markdown between FILE's markers <!-- forward-table:start --> and <!-- forward-table:end -->"
+    text = "put the markdown between FILE's markers <!-- PASS-table:start --> and <!-- PASS-table:end -->"
     parser.add_argument("--update", type=Path, metavar="FILE", help=text)
 
 
-def _run_forward(args: argparse.Namespace) -> int:
+def _add_input_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--input", type=Path, metavar="FILE", help=f"default: those that exist in {RESULTS}")
+
+
+def _run_grid(args: argparse.Namespace) -> int:
     from flashhopper.bench.environment import require_hopper
-    from flashhopper.bench.forward import ForwardOptions, ForwardRun
     from flashhopper.bench.grid import HEAD_DIMS, QUICK_SEQLENS, SEQLENS
-    from flashhopper.bench.results import compare, read_results, write_json
+    from flashhopper.bench.results import read_results, write_json
+    from flashhopper.bench.run import GridOptions, GridRun
     from flashhopper.bench.timing import CudaClock
 
     require_hopper()
     earlier = read_results(args.against) if args.against else None
-    options = ForwardOptions(
+    if earlier is not None and earlier.kind != args.kind:
+        raise BenchError(f"--against {args.against}: a result of bench {earlier.kind.name}, not {args.kind.name}")
+    options = GridOptions(
         cells=_cells(args, HEAD_DIMS, QUICK_SEQLENS if args.quick else SEQLENS),
-        peers=_peers(args.peers),
+        peers=_peers(args.peers, args.kind),
         seed=_seed(args),
         budget_seconds=args.budget_seconds or (60.0 if args.quick else 300.0),
         seconds_per_cell=args.seconds_per_cell,
         burst=not (args.quick or args.no_burst),
+        kind=args.kind,
     )
-    with _progress() as (progress, total):
-        run = ForwardRun(options, CudaClock(), progress)
+    with progress_bar() as (progress, total):
+        run = GridRun(options, CudaClock(), progress)
         total(run.steps())
         results = run.run()
     write_json(args.output, results.to_json())
-    _print_forward(results)
+    print_grid(results)
     print(f"wrote {args.output}")
-    code = _print_errors(results.errors)
-    if earlier is not None:
-        verdict = compare(results.rows, earlier.rows)
-        for line in (*verdict.drops, *verdict.problems):
-            print(f"against {args.against}: {line}", file=sys.stderr)
-        outcome = "passed" if verdict.passed else "failed"
-        print(f"against {args.against}: {verdict.compared} cells compared, {outcome}")
-        code = code or int(not verdict.passed)
-    return code
+    code = print_errors(results.errors)
+    return code if earlier is None else _gate(results, earlier, args.against) or code
+
+
+def _gate(results: GridResults, earlier: GridResults, path: Path) -> int:
+    from flashhopper.bench.results import compare
+
+    verdict = compare(results.rows, earlier.rows)
+    for line in (*verdict.drops, *verdict.problems):
+        print(f"against {path}: {line}", file=sys.stderr)
+    outcome = "passed" if verdict.passed else "failed"
+    print(f"against {path}: {verdict.compared} cells compared, {outcome}")
+    return int(not verdict.passed)
 
 
 def _run_launch(args: argparse.Namespace) -> int:
@@ -192,10 +211,10 @@ def _run_launch(args: argparse.Namespace) -> int:
     require_hopper()
     results = run_launch(_peers(args.peers), _seed(args), CudaClock())
     write_json(args.output, results.to_json())
-    _console().print(launch_table(results.rows))
-    _print_skipped(results.skipped)
+    make_console().print(launch_table(results.rows))
+    print_skipped(results.skipped)
     print(f"wrote {args.output}")
-    return _print_errors(results.errors)
+    return print_errors(results.errors)
 
 
 def _run_ablation(args: argparse.Namespace) -> int:
@@ -221,7 +240,7 @@ def _run_variants(args: argparse.Namespace, variants: Variants, head_dims: tuple
     if not args.compile_only:
         require_hopper()
     plan = VariantPlan.of(_cells(args, head_dims, (16384, 2048)), variants)
-    _print_skipped(plan.infeasible, "infeasible: ")
+    print_skipped(plan.infeasible, "infeasible: ")
     code = warm_specs(plan.specs, args.jobs)
     if args.compile_only:
         return code
@@ -230,40 +249,70 @@ def _run_variants(args: argparse.Namespace, variants: Variants, head_dims: tuple
     from flashhopper.bench.timing import CudaClock
 
     options = VariantOptions(plan, peers, _seed(args), args.budget_seconds, args.seconds_per_cell)
-    with _progress() as (progress, total):
+    with progress_bar() as (progress, total):
         run = VariantRun(options, CudaClock(), progress)
         total(run.steps())
         results = run.run()
-    _print_variants(results)
+    print_variants(results)
     if args.output:
         write_json(args.output, results.to_json())
         print(f"wrote {args.output}")
-    return _print_errors(results.errors)
+    return print_errors(results.errors)
 
 
 def _run_plot(args: argparse.Namespace) -> int:
-    from flashhopper.bench.plot import plot_forward
-    from flashhopper.bench.results import read_results
+    from flashhopper.bench.plot import plot_grid
 
-    plot_forward(read_results(args.input), args.output)
-    print(f"wrote {args.output}")
+    if args.output and not args.input:
+        raise BenchError("--output needs --input: without it there is a picture per result file")
+    for results in _results(args.input):
+        picture = args.output or IMAGES / f"{results.kind.name}.png"
+        plot_grid(results, picture)
+        print(f"wrote {picture}")
     return 0
 
 
 def _run_table(args: argparse.Namespace) -> int:
-    from flashhopper.bench.report import markdown_table, update_markers
+    from flashhopper.bench.report import markdown_table
+
+    every = _results(args.input)
+    if args.update:
+        return _update_tables(args, every)
+    for results in every:
+        if args.markdown or args.every_cell:
+            print(markdown_table(results, args.every_cell), end="\n\n" if results is not every[-1] else "\n")
+        else:
+            print_grid(results)
+    return 0
+
+
+def _update_tables(args: argparse.Namespace, every: list[GridResults]) -> int:
+    """Fill the markers that there are, from the result files that there are; at least one pair."""
+    from flashhopper.bench.report import has_markers, markdown_table, update_markers
+
+    marked = [results for results in every if has_markers(args.update, results.kind)]
+    if not marked:
+        kinds = [results.kind for results in every]
+        lines = " or ".join(f"{kind.start_marker} and {kind.end_marker}" for kind in kinds)
+        raise BenchError(f"{args.update} needs the lines {lines}, in this order")
+    for results in marked:
+        changed = update_markers(args.update, results.kind, markdown_table(results, args.every_cell))
+        print(f"{args.update}: {results.kind.name} table {'updated' if changed else 'is up to date'}")
+    return 0
+
+
+def _results(path: Path | None) -> list[GridResults]:
+    """The file named, or those in the usual place."""
     from flashhopper.bench.results import read_results
 
-    results = read_results(args.input)
-    text = markdown_table(results, args.every_cell)
-    if args.update:
-        changed = update_markers(args.update, text)
-        print(f"{args.update} {'updated' if changed else 'is up to date'}")
-    elif args.markdown or args.every_cell:
-        print(text)
-    else:
-        _print_forward(results)
-    return 0
+    paths = [path] if path else [file for kind in PASSES.values() if (file := _result_file(kind)).is_file()]
+    if not paths:
+        raise BenchError(f"no result file in {RESULTS}: `flashhopper bench forward`, `backward` and `train` write them")
+    return [read_results(path) for path in paths]
+
+
+def _result_file(kind: Pass) -> Path:
+    return RESULTS / f"{kind.name}.json"
 
 
 def _cells(args: argparse.Namespace, head_dims: tuple[int, ...], seqlens: tuple[int, ...]) -> list[Cell]:
@@ -272,15 +321,16 @@ def _cells(args: argparse.Namespace, head_dims: tuple[int, ...], seqlens: tuple[
     return grid(args.dtype, args.head_dim or head_dims, MASKS[args.mask], args.seqlen or seqlens)
 
 
-def _peers(names: list[str] | None, ours: bool = True) -> list[Peer]:
-    """The implementations to run: ours first, then the peers named, or all of them."""
-    from flashhopper.bench.peers import OURS, PEERS, all_peers
+def _peers(names: list[str] | None, kind: Pass = FORWARD, ours: bool = True) -> list[Peer]:
+    """The implementations to run: ours first, then those named, or all that have the pass."""
+    from flashhopper.bench.peers import all_peers
 
-    unknown = sorted(set(names or ()) - set(PEERS) - {OURS})
+    unknown = sorted(set(names or ()) - set(kind.names))
     if unknown:
-        raise BenchError(f"--peers names {', '.join(unknown)}; there are {', '.join(PEERS)}")
-    chosen = set(PEERS if names is None else names) | ({OURS} if ours else set())
-    return [peer for name, peer in all_peers().items() if name in chosen]
+        known = ", ".join(name for name in kind.names if name != OURS)
+        raise BenchError(f"--peers names {', '.join(unknown)}; there are {known}")
+    chosen = set(kind.names if names is None else names) | ({OURS} if ours else set())
+    return [peer for name, peer in all_peers(kind).items() if name in chosen]
 
 
 def _seed(args: argparse.Namespace) -> int:
@@ -302,67 +352,3 @@ def _seqlen(text: str) -> int:
     if not digits.isdigit() or int(digits) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a sequence length such as 512 or 16k")
     return int(digits) * factor
-
-
-def _console(stderr: bool = False) -> Console:
-    from rich.console import Console
-
-    console = Console(stderr=stderr)
-    return console if console.is_terminal else Console(stderr=stderr, width=140)
-
-
-@contextmanager
-def _progress() -> Iterator[tuple[Progress, Callable[[int], None]]]:
-    """A bar on stderr, and the function that sets how many steps it has."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-
-    from flashhopper.bench.forward import Progress
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Bar(*columns, console=_console(stderr=True)) as bar:
-        task = bar.add_task("starting", total=None)
-        step = Progress(
-            step=lambda text: bar.update(task, advance=1, description=text),
-            say=lambda line: bar.console.print(line, markup=False, highlight=False),
-        )
-        yield step, lambda steps: bar.update(task, total=steps)
-
-
-def _print_forward(results: ForwardResults) -> None:
-    from flashhopper.bench.report import forward_table, summary_lines
-
-    console = _console()
-    machine = results.machine
-    where = f"{machine['device']}, {machine['date']}"
-    console.print(forward_table(results.rows, f"forward TFLOPS, sustained, {where}"))
-    if results.burst:
-        console.print(forward_table(results.burst, "cold burst: the first 10 launches after a pause"))
-    for line in summary_lines(results):
-        console.print(line, markup=False, highlight=False)
-    _print_skipped(results.skipped)
-
-
-def _print_variants(results: VariantResults) -> None:
-    from flashhopper.bench.report import variant_tables
-
-    for table in variant_tables(results):
-        _console().print(table)
-    _print_skipped(results.skipped)
-
-
-def _print_skipped(skipped: list[dict[str, str]], prefix: str = "") -> None:
-    """One line per reason, however many cells it emptied."""
-    places: dict[tuple[str, str], list[str]] = {}
-    for entry in skipped:
-        name = entry.get("implementation") or entry.get("variant", "")
-        places.setdefault((name, entry["reason"]), []).append(entry["where"])
-    for (name, reason), where in places.items():
-        more = f" and {len(where) - 1} more" if len(where) > 1 else ""
-        print(f"{prefix}{name}: {where[0]}{more}: {reason}")
-
-
-def _print_errors(errors: list[str]) -> int:
-    for error in errors:
-        print(f"error: {error}", file=sys.stderr)
-    return int(bool(errors))

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from flashhopper.compiler import is_cached, warm_kernel
-from flashhopper.config import ELEMENT_BYTES, KernelSpec
+from flashhopper.config import ELEMENT_BYTES, AnySpec
 from flashhopper.disk_cache import DiskCache, cache_dir
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-Worker = Callable[[KernelSpec], object]
+Worker = Callable[[AnySpec], object]
 
 
 def add_parser(subparsers: Any) -> None:
@@ -44,8 +44,8 @@ def positive(text: str) -> int:
 
 
 def select_specs(
-    specs: Sequence[KernelSpec], dtypes: Sequence[str] | None, head_dims: Sequence[int] | None
-) -> list[KernelSpec]:
+    specs: Sequence[AnySpec], dtypes: Sequence[str] | None, head_dims: Sequence[int] | None
+) -> list[AnySpec]:
     """The specs asked for. A head dimension that no kernel has is served by the next larger one."""
     sizes = sorted({spec.head_dim for spec in specs})
     padded = {min((size for size in sizes if size >= head_dim), default=None) for head_dim in head_dims or ()}
@@ -57,7 +57,7 @@ def select_specs(
 
 
 def compile_all(
-    specs: Sequence[KernelSpec], jobs: int, worker: Worker, on_done: Callable[[KernelSpec, Exception | None], None]
+    specs: Sequence[AnySpec], jobs: int, worker: Worker, on_done: Callable[[AnySpec, Exception | None], None]
 ) -> None:
     """Run ``worker`` on every spec, in ``jobs`` processes or, for 1, in this one."""
     if jobs == 1:
@@ -71,7 +71,7 @@ def compile_all(
         return
     context = multiprocessing.get_context("spawn")  # a fork would inherit torch's locks and threads
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        futures: dict[Future[object], KernelSpec] = {pool.submit(worker, spec): spec for spec in specs}
+        futures: dict[Future[object], AnySpec] = {pool.submit(worker, spec): spec for spec in specs}
         for future in as_completed(futures):
             failure = future.exception()
             if failure is not None and not isinstance(failure, Exception):
@@ -90,16 +90,16 @@ def _progress(total: int) -> Iterator[tuple[Progress, Callable[[], None]]]:
         yield progress, functools.partial(progress.advance, task)
 
 
-def warm_specs(specs: Sequence[KernelSpec], jobs: int | None, worker: Worker = warm_kernel) -> int:
+def warm_specs(specs: Sequence[AnySpec], jobs: int | None, worker: Worker = warm_kernel) -> int:
     """Compile what is not cached yet, and return the exit code: 1 if a kernel failed."""
     started = time.perf_counter()
     missing = [spec for spec in specs if not is_cached(spec)]
     jobs = min(jobs or len(os.sched_getaffinity(0)), len(missing))
-    failures: list[tuple[KernelSpec, Exception]] = []
+    failures: list[tuple[AnySpec, Exception]] = []
     if missing:
         with _progress(len(missing)) as (progress, advance):
 
-            def on_done(spec: KernelSpec, error: Exception | None) -> None:
+            def on_done(spec: AnySpec, error: Exception | None) -> None:
                 if error is not None:
                     failures.append((spec, error))
                     message = f"failed: {spec.name}: {type(error).__name__}: {error}"

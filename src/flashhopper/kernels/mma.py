@@ -12,6 +12,7 @@ from flashhopper.kernels import ptx
 from flashhopper.kernels.block_range import BlockRange
 from flashhopper.kernels.cta import Cta
 from flashhopper.kernels.epilogue import Epilogue, Output
+from flashhopper.kernels.gemm import gemm
 from flashhopper.kernels.mask import ROWS_PER_THREAD, KeyMask, rows_view
 from flashhopper.kernels.pipeline import WARPS_PER_WARPGROUP, RingState
 from flashhopper.kernels.softmax import ExactSoftmax
@@ -27,17 +28,6 @@ class Operands(NamedTuple):
     sQ: cute.Tensor
     sK: cute.Tensor
     sV: cute.Tensor
-
-
-@cute.jit
-def gemm(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, zero_init: Constexpr[bool]):
-    """Issue acc (+)= a · bᵀ as one WGMMA group. The atom is private: ``set`` on the caller's would escape the loop."""
-    atom = cute.make_mma_atom(tiled_mma.op)
-    atom.set(warpgroup.Field.ACCUMULATE, not zero_init)
-    for k_block in cutlass.range_constexpr(cute.size(a, mode=[2])):
-        cute.gemm(atom, acc, a[None, None, k_block], b[None, None, k_block], acc)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
-    warpgroup.commit_group()
 
 
 class Consumer:

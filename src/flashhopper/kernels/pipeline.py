@@ -46,10 +46,10 @@ class TmaRing:
         self.full, self.empty = barriers, barriers + num_stages
         self.num_stages, self.stage_bytes = num_stages, stage_bytes
 
-    def initialise(self, consumer_warps: int) -> None:
-        """By one thread, before the CTA synchronises."""
+    def initialise(self, consumer_warps: int, filling_warps: int = 1) -> None:
+        """By one thread, before the CTA synchronises. ``filling_warps``: more than the producer's 1 if warps write."""
         for stage in range(self.num_stages):
-            cute.arch.mbarrier_init(self.full + stage, 1)
+            cute.arch.mbarrier_init(self.full + stage, filling_warps)
             cute.arch.mbarrier_init(self.empty + stage, consumer_warps)
 
     @cute.jit
@@ -70,6 +70,13 @@ class TmaRing:
         """Producer warp: wait until the stage is empty and arm it. Returns the barrier that TMA completes."""
         self.wait_empty(state)
         return self.arm(state, lane)
+
+    @cute.jit
+    def commit(self, state: RingState, lane: Int32):
+        """A warp that filled its part of the stage itself, with a fence before if the reader is asynchronous."""
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(self.full + state.stage)
 
     @cute.jit
     def wait(self, state: RingState):

@@ -3,7 +3,7 @@
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
@@ -28,9 +28,10 @@ def bulk_store_commit() -> None:
     cute.arch.cp_async_bulk_commit_group()
 
 
-def bulk_store_wait_read() -> None:
-    """Wait until this thread's bulk stores have read shared memory (PTX ISA 9.7.9.25, wait_group.read 0)."""
-    cute.arch.cp_async_bulk_wait_group(0, read=True)
+def bulk_store_wait_read(pending: int = 0) -> None:
+    """Wait until all but the last ``pending`` groups of this thread's bulk stores have read shared memory
+    (PTX ISA 9.7.9.25, wait_group.read)."""
+    cute.arch.cp_async_bulk_wait_group(pending, read=True)
 
 
 def bulk_store_wait() -> None:
@@ -79,6 +80,71 @@ def pack_16bit(low: Float32, high: Float32, element: Any, *, loc: Any = None, ip
             ip=ip,
         )
     )
+
+
+def _asm(result: Any, operands: list[Any], text: str, constraints: str, volatile: bool, loc: Any, ip: Any) -> Any:
+    """One inline assembly statement; ``volatile`` keeps it where it stands."""
+    return llvm.inline_asm(
+        result,
+        operands,
+        text,
+        constraints,
+        has_side_effects=volatile,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def unpack_16bit(packed: Int32, high: bool, element: Any, *, loc: Any = None, ip: Any = None) -> Float32:
+    """One half of what :func:`pack_16bit` packed, as a float (PTX ISA 9.7.9.22, cvt.f32.f16; a bfloat16 is the upper
+    half of a float)."""
+    if element is BFloat16:
+        text = "and.b32 $0, $1, 0xffff0000;" if high else "shl.b32 $0, $1, 16;"
+    else:
+        half = "hi" if high else "lo"
+        text = f"{{.reg .b16 lo, hi; mov.b32 {{lo, hi}}, $1; cvt.f32.f16 $0, {half};}}"
+    return Float32(_asm(T.f32(), [Int32(packed).ir_value(loc=loc, ip=ip)], text, "=f,r", False, loc, ip))
+
+
+@dsl_user_op
+def bulk_load(smem: Int32, gmem: Int64, num_bytes: int, barrier: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """Copy bytes to shared memory, counted by an mbarrier; by one thread (PTX ISA 9.7.9.25.4.1, cp.async.bulk)."""
+    operands = [Int32(smem).ir_value(loc=loc, ip=ip), Int64(gmem).ir_value(loc=loc, ip=ip)]
+    operands += [Int32(num_bytes).ir_value(loc=loc, ip=ip), Int32(barrier).ir_value(loc=loc, ip=ip)]
+    text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
+    _asm(None, operands, text, "r,l,r,r", True, loc, ip)
+
+
+@dsl_user_op
+def bulk_add_f32(gmem: Int64, smem: Int32, num_bytes: int, *, loc: Any = None, ip: Any = None) -> None:
+    """Add fp32 values of shared memory to global ones; by one thread (PTX ISA 9.7.9.25.4.2, cp.reduce.async.bulk)."""
+    operands = [Int64(gmem).ir_value(loc=loc, ip=ip), Int32(smem).ir_value(loc=loc, ip=ip)]
+    operands.append(Int32(num_bytes).ir_value(loc=loc, ip=ip))
+    text = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;"
+    _asm(None, operands, text, "l,r,r", True, loc, ip)
+
+
+@dsl_user_op
+def load_acquire(gmem: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Read an int32 of global memory (PTX ISA 9.7.9.8, ld.acquire.gpu)."""
+    operands = [Int64(gmem).ir_value(loc=loc, ip=ip)]
+    return Int32(_asm(T.i32(), operands, "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l,~{memory}", True, loc, ip))
+
+
+@dsl_user_op
+def increment_release(gmem: Int64, *, loc: Any = None, ip: Any = None) -> None:
+    """Add 1 to an int32 of global memory (PTX ISA 9.7.13.6, red.release.gpu)."""
+    operands = [Int64(gmem).ir_value(loc=loc, ip=ip)]
+    _asm(None, operands, "red.release.gpu.global.add.s32 [$0], 1;", "l,~{memory}", True, loc, ip)
+
+
+@dsl_user_op
+def fence_async_global(*, loc: Any = None, ip: Any = None) -> None:
+    """Order global accesses of this thread and of bulk copies both ways (PTX ISA 9.7.13.4, fence.proxy.async)."""
+    _asm(None, [], "fence.proxy.async.global;", "~{memory}", True, loc, ip)
 
 
 @dsl_user_op

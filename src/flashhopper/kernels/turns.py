@@ -12,13 +12,13 @@ from flashhopper.kernels.smem import NamedBarrier
 SLOTS = 2  # of the mailbox, at most
 
 
-def turn_barrier(warpgroup: Any, slot: Any) -> Any:
-    """The barrier that gives a warpgroup its turn: 1 to 3 for the mailbox's slot 0, 7 to 9 for slot 1.
+def turn_barrier(warpgroup: Any, slot: Any, base: int = NamedBarrier.TURN) -> Any:
+    """The barrier that gives a warpgroup its turn: in the forward 1 to 3 for the mailbox's slot 0, 7 to 9 for slot 1.
 
     One per slot, since a warpgroup may be a whole item ahead of the next one: the turn it passes must not complete the
     barrier of the item before. It cannot be two ahead: a slot is used again only when every warpgroup released it.
     """
-    return NamedBarrier.TURN + warpgroup + (NamedBarrier.TURN_SLOT_1 - NamedBarrier.TURN) * slot
+    return base + warpgroup + (NamedBarrier.TURN_SLOT_1 - NamedBarrier.TURN) * slot
 
 
 class TurnTaking:
@@ -26,18 +26,20 @@ class TurnTaking:
     one of the warpgroup before; from there they stay apart by themselves. ``free``: nobody waits.
     """
 
-    def __init__(self, order: str, num_warpgroups: int, index: Int32):
+    def __init__(self, order: str, num_warpgroups: int, index: Int32, base: int = NamedBarrier.TURN):
+        """``base``: the number of the first warpgroup's barrier."""
         self.ping_pong = order == "ping_pong" and num_warpgroups > 1
         self.stagger = order == "stagger" and num_warpgroups > 1
         self.last, self.index = num_warpgroups - 1, index
-        self.mine, self.next = turn_barrier(index, 0), turn_barrier((index + 1) % num_warpgroups, 0)
+        self.base = base
+        self.mine, self.next = turn_barrier(index, 0, base), turn_barrier((index + 1) % num_warpgroups, 0, base)
 
     @cute.jit
     def start(self):
         """Ping-pong begins with the first warpgroup: the last one passes it the turn."""
         if const_expr(self.ping_pong):
             if self.index == self.last:
-                ptx.named_barrier_arrive(NamedBarrier.TURN, 2 * WARPGROUP_THREADS)
+                ptx.named_barrier_arrive(self.base, 2 * WARPGROUP_THREADS)
 
     @cute.jit
     def await_block(self):
@@ -54,10 +56,10 @@ class TurnTaking:
         """``slot``: the item's in the mailbox."""
         if const_expr(self.stagger):
             if self.index > 0:
-                ptx.named_barrier_wait(turn_barrier(self.index, slot), 2 * WARPGROUP_THREADS)
+                ptx.named_barrier_wait(turn_barrier(self.index, slot, self.base), 2 * WARPGROUP_THREADS)
 
     @cute.jit
     def pass_tile(self, slot: Int32):
         if const_expr(self.stagger):
             if self.index < self.last:
-                ptx.named_barrier_arrive(turn_barrier(self.index + 1, slot), 2 * WARPGROUP_THREADS)
+                ptx.named_barrier_arrive(turn_barrier(self.index + 1, slot, self.base), 2 * WARPGROUP_THREADS)

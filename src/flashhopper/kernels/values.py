@@ -33,6 +33,12 @@ def ceil_div(numerator: Any, denominator: Any) -> Any:
     return (numerator + denominator - 1) // denominator
 
 
+def divide(numerator: Any, denominator: Any) -> tuple[Any, Any]:
+    """Quotient and remainder, for non-negative numerators; ints or DSL integers."""
+    quotient = numerator // denominator
+    return quotient, numerator - quotient * denominator
+
+
 def minimum(a: Any, b: Any) -> Any:
     """The smaller of two ints or DSL integers."""
     return cutlass.min(a, b)

@@ -1,27 +1,31 @@
-"""``flashhopper bench forward``: every installed implementation over the grid, in one run on one card."""
+"""``flashhopper bench forward``, ``backward``, ``train``: every installed implementation over the grid, in one run."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from flashhopper.bench.check import check_cell, check_outputs, random_inputs, reason_of
+from flashhopper.bench.check import check_cell, reason_of
 from flashhopper.bench.environment import describe_machine, matmul_tflops
 from flashhopper.bench.grid import Cell
+from flashhopper.bench.passes import FORWARD, OUR_NAMES, Pass
 from flashhopper.bench.peers import Peer
-from flashhopper.bench.results import ForwardResults, Row
+from flashhopper.bench.results import GridResults, Row
 from flashhopper.bench.timing import Candidate, Clock, Plan, cold_burst, measure, medians
+from flashhopper.bench.work import Work, work_of
 
 COOL_SECONDS = 2.5
 CLOSING_SECONDS = 2.0  # the matmul rate after the run
 MATMUL = "matmul rate"
+MEMORY_OF = (*OUR_NAMES, "fa4")
 
 
 @dataclass(frozen=True)
-class ForwardOptions:
+class GridOptions:
     """What to run and for how long; ``budget_seconds`` bounds the whole run, compiling included."""
 
     cells: Sequence[Cell]
@@ -30,6 +34,7 @@ class ForwardOptions:
     budget_seconds: float = 300.0
     seconds_per_cell: float = 6.0
     burst: bool = True
+    kind: Pass = FORWARD
 
 
 @dataclass(frozen=True)
@@ -40,16 +45,17 @@ class Progress:
     say: Callable[[str], None]
 
 
-class ForwardRun:
+class GridRun:
     """The stages of one run, in order: check and compile, cold burst, the grid."""
 
-    def __init__(self, options: ForwardOptions, clock: Clock, progress: Progress, device: str = "cuda") -> None:
+    def __init__(self, options: GridOptions, clock: Clock, progress: Progress, device: str = "cuda") -> None:
         self.options = options
         self.clock = clock
         self.progress = progress
         self.rng = random.Random(options.seed)
         self.generator = torch.Generator(device).manual_seed(options.seed)
-        self.results = ForwardResults(describe_machine(), {peer.name: peer.version() for peer in options.peers})
+        versions = {peer.name: peer.version() for peer in options.peers}
+        self.results = GridResults(describe_machine(), versions, kind=options.kind)
         self.started = clock.now()
         self.peers: list[Peer] = []
         for peer in options.peers:
@@ -69,18 +75,18 @@ class ForwardRun:
         """Units of work, for a progress bar."""
         return len(self.check_cells()) + len(self.burst_cells()) + len(self.options.cells) + 2
 
-    @torch.no_grad()
-    def run(self) -> ForwardResults:
-        for cell in self.check_cells():
-            self.check(cell)
-        self.results.matmul_tflops["before"] = matmul_tflops(self.clock)
-        self.progress.step(MATMUL)
-        for cell in self.burst_cells():
-            self.burst(cell)
-        for index, cell in enumerate(self.options.cells):
-            self.cell(cell, self.seconds_for(len(self.options.cells) - index))
-        self.results.matmul_tflops["after"] = matmul_tflops(self.clock)
-        self.progress.step(MATMUL)
+    def run(self) -> GridResults:
+        with torch.set_grad_enabled(self.options.kind.has_gradients):
+            for cell in self.check_cells():
+                self.check(cell)
+            self.results.matmul_tflops["before"] = matmul_tflops(self.clock)
+            self.progress.step(MATMUL)
+            for cell in self.burst_cells():
+                self.burst(cell)
+            for index, cell in enumerate(self.options.cells):
+                self.cell(cell, self.seconds_for(len(self.options.cells) - index))
+            self.results.matmul_tflops["after"] = matmul_tflops(self.clock)
+            self.progress.step(MATMUL)
         return self.results
 
     def seconds_for(self, cells_left: int) -> float:
@@ -88,55 +94,74 @@ class ForwardRun:
         left = self.options.budget_seconds - CLOSING_SECONDS - (self.clock.now() - self.started)
         return max(0.0, min(self.options.seconds_per_cell, left / cells_left))
 
+    def work(self, cell: Cell) -> Work:
+        return work_of(self.options.kind, cell, self.generator)
+
     def check(self, cell: Cell) -> None:
-        """One small call per implementation: compiles its kernel for this head_dim and mask, and checks its output."""
-        inputs = random_inputs(cell, self.generator)
-        checks = check_outputs(cell, inputs, {peer.name: _output(peer, inputs, cell) for peer in self.peers})
+        """One small call per implementation: compiles its kernel for this head_dim and mask, and checks its result."""
+        checks = self.work(cell).check(self.peers)
         for check in checks:
             self.results.checks.append(check.to_json())
             if not check.ok:
                 reason = check.reason or f"error {check.error:.2e} is over the tolerance {check.tolerance:.2e}"
-                self.results.skip(check.name, f"check {cell}", reason)
-                self.progress.say(f"{check.name}: check {cell}: {reason}")
-        errors = (f"{check.name} {check.error:.1e}" for check in checks if check.error is not None)
+                where = f"check {cell}" if check.tensor is None else f"check {check.tensor} {cell}"
+                self.results.skip(check.name, where, reason)
+                self.progress.say(f"{check.name}: {where}: {reason}")
+        errors = (f"{check.label} {check.error:.1e}" for check in checks if check.error is not None)
         self.progress.say(f"checked {cell}: largest error {', '.join(errors)}")
         self.progress.step(f"compile and check {cell}")
 
-    def candidates(self, cell: Cell) -> list[Candidate]:
+    def candidates(self, work: Work) -> list[Candidate]:
         """Those that can run the cell, each called once; the others are noted with their reason."""
-        q, k, v = random_inputs(cell, self.generator)
         ready = []
         for peer in self.peers:
             try:
-                candidate = peer.candidate(q, k, v, cell.causal)
+                candidate = work.candidate(peer)
                 candidate.launch(1)
                 self.clock.synchronize()
             except Exception as error:  # whatever a peer raises is its result in this cell
-                self.results.skip(peer.name, str(cell), reason_of(error))
-                self.progress.say(f"{peer.name}: {cell}: {reason_of(error)}")
+                self.results.skip(peer.name, str(work.cell), reason_of(error))
+                self.progress.say(f"{peer.name}: {work.cell}: {reason_of(error)}")
             else:
                 ready.append(candidate)
         return ready
 
-    def timed(self, cell: Cell, times: Callable[[list[Candidate]], dict[str, float]]) -> Row:
+    def timed(self, work: Work, times: Callable[[list[Candidate]], dict[str, float]]) -> Row:
         """The cell's row, empty if timing itself failed (an asynchronous CUDA error cannot be told apart by peer)."""
-        candidates = self.candidates(cell)
+        candidates = self.candidates(work)
         try:
-            return Row.of(cell, times(candidates) if candidates else {})
+            return Row.of(work.cell, times(candidates) if candidates else {}, self.options.kind)
         except Exception as error:
             for candidate in candidates:
-                self.results.skip(candidate.name, str(cell), reason_of(error))
-            return Row(cell, {})
+                self.results.skip(candidate.name, str(work.cell), reason_of(error))
+            return Row(work.cell, {})
+
+    def memory(self, work: Work, names: Sequence[str]) -> dict[str, dict[str, float]]:
+        """What ours and FA4 keep and allocate, of those in ``names``; after timing, which it would disturb."""
+        found: dict[str, dict[str, float]] = {}
+        for peer in self.peers:
+            if peer.name not in names or peer.name not in MEMORY_OF:
+                continue
+            try:
+                memory = work.memory(peer)
+            except Exception as error:
+                self.results.skip(peer.name, f"memory {work.cell}", reason_of(error))
+            else:
+                if memory:
+                    found[peer.name] = memory
+        return found
 
     def burst(self, cell: Cell) -> None:
-        row = self.timed(cell, lambda ready: cold_burst(ready, self.clock, COOL_SECONDS))
+        row = self.timed(self.work(cell), lambda ready: cold_burst(ready, self.clock, COOL_SECONDS))
         self.results.burst.append(row)
         self.progress.say("cold  " + describe_row(row))
         self.progress.step(f"cold burst {cell}")
 
     def cell(self, cell: Cell, seconds: float) -> None:
         plan = Plan.within(seconds)
-        row = self.timed(cell, lambda ready: medians(measure(ready, plan, self.clock, self.rng)))
+        work = self.work(cell)
+        row = self.timed(work, lambda ready: medians(measure(ready, plan, self.clock, self.rng)))
+        row = dataclasses.replace(row, memory=self.memory(work, list(row.tflops)))
         self.results.rows.append(row)
         self.progress.say(describe_row(row))
         self.progress.step(str(cell))
@@ -148,14 +173,3 @@ def describe_row(row: Row) -> str:
     ratio = row.ratio()
     verdict = "" if ratio is None else f"  ratio {ratio:.3f}"
     return f"d{row.cell.d} {row.cell.mask} s={row.cell.s}  {rates}{verdict}"
-
-
-def _output(
-    peer: Peer, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], cell: Cell
-) -> Callable[[], torch.Tensor]:
-    def output() -> torch.Tensor:
-        call = peer.prepare(*inputs, cell.causal)
-        with peer.session():
-            return peer.output(call())
-
-    return output

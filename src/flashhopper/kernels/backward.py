@@ -1,0 +1,245 @@
+"""The main backward kernel: descriptors and launch on the host, roles dispatched on the device."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+
+from flashhopper.config import ELEMENT_BYTES, ROWS_PER_WARPGROUP, WARPGROUP_THREADS, BackwardSpec
+from flashhopper.kernels.backward_cta import BackwardCta, BackwardExtents, BackwardRings, TileSlot
+from flashhopper.kernels.backward_dq import DqTiles, DqWarpgroup
+from flashhopper.kernels.backward_load import BackwardOperands, BackwardProducer, RowStatistics
+from flashhopper.kernels.backward_mma import (
+    BackwardMmas,
+    BackwardTiles,
+    GradientOutputs,
+    KeyConsumer,
+    KeysConsumer,
+    ValueConsumer,
+    transposed,
+)
+from flashhopper.kernels.backward_smem import BackwardLayouts, make_backward_storage
+from flashhopper.kernels.forward import ELEMENTS
+from flashhopper.kernels.load import TmaOperand
+from flashhopper.kernels.pipeline import WARPS_PER_WARPGROUP, TmaRing
+from flashhopper.kernels.tile_scheduler import TileGrid
+from flashhopper.kernels.values import ceil_div, maximum, minimum
+
+L2_BYTES = 32 << 20  # Q, dO and the dQ accumulator of the heads worked on at a time: half of the H200's L2
+
+
+def instruction_columns(head_dim: int) -> int:
+    """Columns of one WGMMA: ptxas refuses 256, whose accumulator alone takes the 128 registers at entry."""
+    return head_dim if head_dim <= 192 else head_dim // 2
+
+
+class BackwardKernel:
+    """Attention backward for one :class:`BackwardSpec`, between preprocess and postprocess."""
+
+    def __init__(self, spec: BackwardSpec):
+        self.spec, self.element = spec, ELEMENTS[spec.dtype]
+
+    @cute.jit
+    def __call__(
+        self,
+        inputs: tuple[cute.Tensor, cute.Tensor, cute.Tensor, cute.Tensor],
+        mLSE: cute.Tensor,
+        mDelta: cute.Tensor,
+        mdQ: cute.Tensor,
+        outputs: tuple[cute.Tensor, cute.Tensor],
+        counter: cute.Tensor,
+        semaphores: cute.Tensor | None,
+        softmax_scale: Float32,
+        softmax_scale_log2: Float32,
+        max_ctas: Int32,
+        stream: Any,
+    ):
+        """``inputs``: q, k, v, dout, and ``outputs``: dk, dv, all ``(batch, seqlen, heads, head_dim)``. LSE (base 2)
+        and delta: fp32 ``(batch, heads, padded rows)``. ``mdQ`` and ``semaphores``: see :class:`DqWarpgroup`, zero;
+        ``counter`` int32 (1,), zero."""
+        spec, config = self.spec, self.spec.config
+        layouts = BackwardLayouts.create(spec, self.element)
+        self.storage = make_backward_storage(spec, layouts, self.element)
+        gQ, gK, gV, gdO = (
+            cute.make_tensor(m.iterator, cute.select(m.layout, mode=[1, 3, 2, 0])) for m in inputs
+        )  # (seqlen, head_dim, heads, batch)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        d, dv = spec.head_dim, spec.head_dim_v
+        tma_tensors = tuple(
+            cpasync.make_tiled_tma_atom(load, g, cute.slice_(layout, (None, None, 0)), tile)
+            for g, layout, tile in (
+                (gQ, layouts.Q, (config.tile_m, d)),
+                (gK, layouts.K, (config.tile_n, d)),
+                (gV, layouts.V, (config.tile_n, dv)),
+                (gdO, layouts.dO, (config.tile_m, dv)),
+            )
+        )
+        grid = self.make_grid(gQ, gK, max_ctas)
+        self.kernel(
+            tma_tensors,
+            (mLSE, mDelta),
+            (mdQ, counter, semaphores),
+            outputs,
+            self.make_mmas(),
+            layouts,
+            (softmax_scale, softmax_scale_log2),
+            tuple(grid[:4]),
+        ).launch(
+            grid=(minimum(grid.num_tiles, max_ctas), 1, 1),
+            block=(config.num_threads, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    def make_grid(self, gQ: cute.Tensor, gK: cute.Tensor, max_ctas: Int32) -> TileGrid:
+        """One tile per key block; key block 0, which a causal mask leaves the most queries, first."""
+        spec, config = self.spec, self.spec.config
+        num_n_blocks, heads_k = ceil_div(gK.shape[0], config.tile_n), gK.shape[2]
+        total = heads_k * gK.shape[3]
+        row_bytes = ELEMENT_BYTES[spec.dtype] * (spec.head_dim + spec.head_dim_v) + 4 * spec.head_dim
+        in_l2 = maximum(L2_BYTES // row_bytes // gQ.shape[0] // (gQ.shape[2] // heads_k), 1)
+        in_waves = ceil_div(config.group_waves * max_ctas, num_n_blocks)
+        return TileGrid(num_n_blocks, heads_k, total, minimum(minimum(in_l2, in_waves), total), False)
+
+    def make_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma, cute.TiledMma]:
+        """Sᵀ and dPᵀ, dK, dV, and dQ of the dQ warpgroup alone."""
+        spec, config, element = self.spec, self.spec.config, self.element
+        k_major, mn_major, registers = OperandMajorMode.K, OperandMajorMode.MN, warpgroup.OperandSource.RMEM
+        groups, rows = (config.key_groups, 1, 1), ROWS_PER_WARPGROUP
+
+        def mma(b_major: Any, groups: Any, columns: int, *source: Any) -> cute.TiledMma:
+            shape = (rows, columns)
+            return sm90.make_trivial_tiled_mma(element, element, k_major, b_major, Float32, groups, shape, *source)
+
+        return (
+            mma(k_major, groups, config.tile_m),
+            mma(mn_major, groups, instruction_columns(spec.head_dim), registers),
+            mma(mn_major, groups, instruction_columns(spec.head_dim_v), registers),
+            mma(mn_major, (1, 1, 1), config.dq_columns),
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_tensors: tuple,
+        statistics: tuple,
+        accumulation: tuple,
+        outputs: tuple,
+        mmas: tuple,
+        layouts: BackwardLayouts,
+        scales: tuple,
+        grid: tuple,
+    ):
+        spec, config = self.spec, self.spec.config
+        (tma_Q, gQ), (tma_K, gK), (tma_V, gV), (tma_dO, gdO) = tma_tensors
+        mdQ, counter, semaphores = accumulation
+        storage = cutlass.memory.SmemAllocator().allocate(self.storage)
+        sQ, sK, sV, sdO, sdS = (
+            tile.get_tensor(layout.outer, swizzle=layout.inner)
+            for tile, layout in (
+                (storage.sQ, layouts.Q),
+                (storage.sK, layouts.K),
+                (storage.sV, layouts.V),
+                (storage.sdO, layouts.dO),
+                (storage.sdS, layouts.dS),
+            )
+        )
+        sLSE = storage.sLSE.get_tensor(cute.make_layout((config.tile_m, config.num_q_stages)))
+        sDelta = storage.sDelta.get_tensor(cute.make_layout((config.tile_m, config.num_do_stages)))
+        sP = cute.make_tensor(storage.sP.data_ptr(), cute.make_layout((4, WARPGROUP_THREADS, config.tile_m // 16)))
+        row_bytes, row_bytes_v = (ELEMENT_BYTES[spec.dtype] * d for d in (spec.head_dim, spec.head_dim_v))
+        rings = BackwardRings(
+            TmaRing(storage.kv_barriers.data_ptr(), 1, config.tile_n * row_bytes),
+            TmaRing(storage.kv_barriers.data_ptr() + 2, 1, config.tile_n * row_bytes_v),
+            TmaRing(storage.q_barriers.data_ptr(), config.num_q_stages, config.tile_m * (row_bytes + 4)),
+            TmaRing(storage.do_barriers.data_ptr(), config.num_do_stages, config.tile_m * (row_bytes_v + 4)),
+            TmaRing(storage.ds_barriers.data_ptr(), config.num_ds_stages, 0),
+            TmaRing(storage.p_barriers.data_ptr(), 1, 0),
+        )
+        extents = BackwardExtents(gQ.shape[0], gK.shape[0], gQ.shape[2], gQ.shape[2] // gK.shape[2])
+        cta = BackwardCta(spec, rings, TileSlot(storage.tile_slot.data_ptr()), extents)
+        cta.initialise_barriers()
+
+        warpgroup_index = cute.arch.make_warp_uniform(cute.arch.warp_idx() // WARPS_PER_WARPGROUP)
+        registers = config.registers()
+        softmax_scale, scale_log2 = scales
+        if warpgroup_index == 0:
+            cute.arch.setmaxregister_decrease(registers.producer)
+            if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
+                operands = BackwardOperands(
+                    TmaOperand(tma_K, gK, sK, (config.tile_n, spec.head_dim), along=0),
+                    TmaOperand(tma_V, gV, sV, (config.tile_n, spec.head_dim_v), along=0),
+                    TmaOperand(tma_Q, gQ, sQ, (config.tile_m, spec.head_dim), along=0),
+                    TmaOperand(tma_dO, gdO, sdO, (config.tile_m, spec.head_dim_v), along=0),
+                    RowStatistics(statistics[0], sLSE),
+                    RowStatistics(statistics[1], sDelta),
+                )
+                tile_grid = TileGrid(grid[0], grid[1], grid[2], grid[3], False)
+                BackwardProducer(cta, operands, tile_grid, counter.iterator).run()
+        elif warpgroup_index == 1:
+            cute.arch.setmaxregister_decrease(registers.dq)
+            sKt = transposed(sK)[None, None, 0]
+            DqWarpgroup(cta, DqTiles(mmas[3], sdS, sKt, storage.sdQ.data_ptr()), mdQ, semaphores).run()
+        else:
+            cute.arch.setmaxregister_increase(registers.consumer)
+            common = (
+                cta,
+                BackwardMmas(*mmas[:3]),
+                BackwardTiles(sK, sV, sQ, sdO, sdS, sP, sLSE, sDelta),
+                GradientOutputs(outputs[0], outputs[1], softmax_scale),
+                scale_log2,
+            )
+            if const_expr(config.split == "keys"):
+                KeysConsumer(*common, warpgroup_index - 2).run()
+            elif warpgroup_index == 2:
+                ValueConsumer(*common).run()
+            else:
+                KeyConsumer(*common).run()
+
+
+def compile_backward(spec: BackwardSpec, options: str = "--enable-tvm-ffi") -> Any:
+    """Compile the kernel of a spec for the current target; needs neither a tensor nor a GPU.
+
+    The result takes ``((q, k, v, dout), lse, delta, dq_acc, (dk, dv), counter, semaphores or None, softmax_scale,
+    softmax_scale_log2, max_ctas)``, on torch's current stream.
+    """
+    element, config = ELEMENTS[spec.dtype], spec.config
+    batch, seqlen_q, seqlen_k, heads, heads_k, rows, batch_heads, row_blocks, m_blocks = (
+        cute.sym_int() for _ in range(9)
+    )
+    per_16_bytes = 16 // ELEMENT_BYTES[spec.dtype]  # TMA: strides are multiples of 16 bytes
+    head_dim, head_dim_v = (cute.sym_int(divisibility=per_16_bytes) for _ in range(2))
+
+    def tensor(seqlen: Any, num_heads: Any, dim: Any) -> Any:
+        strides = tuple(cute.sym_int64(divisibility=per_16_bytes) for _ in range(3))
+        return make_fake_tensor(element, (batch, seqlen, num_heads, dim), (*strides, 1), assumed_align=16)
+
+    def compact(kind: Any, *shape: Any, align: int = 16) -> Any:
+        order = tuple(reversed(range(len(shape))))
+        return make_fake_compact_tensor(kind, shape, stride_order=order, assumed_align=align)
+
+    chunks, chunk = spec.head_dim // config.dq_columns, ROWS_PER_WARPGROUP * config.dq_columns
+    return cute.compile(
+        BackwardKernel(spec),
+        (
+            tensor(seqlen_q, heads, head_dim),
+            tensor(seqlen_k, heads_k, head_dim),
+            tensor(seqlen_k, heads_k, head_dim_v),
+            tensor(seqlen_q, heads, head_dim_v),
+        ),
+        compact(Float32, batch, heads, rows),
+        compact(Float32, batch, heads, rows),
+        compact(Float32, batch_heads, row_blocks, chunks, chunk),
+        (tensor(seqlen_k, heads_k, head_dim), tensor(seqlen_k, heads_k, head_dim_v)),
+        compact(Int32, 1, align=4),
+        compact(Int32, batch_heads, m_blocks, align=4) if spec.deterministic else None,
+        Float32(1.0),
+        Float32(1.0),
+        Int32(1),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=options,
+    )

@@ -1,0 +1,128 @@
+"""What every role of one CTA of the backward kernel shares: its rings, the tile it works on, and that tile's steps."""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Constexpr, Int32
+
+from flashhopper.config import BackwardSpec
+from flashhopper.kernels.block_range import query_blocks
+from flashhopper.kernels.pipeline import WARPS_PER_WARPGROUP, RingState, TmaRing
+from flashhopper.kernels.tile_scheduler import NO_TILE, TileCoord
+from flashhopper.kernels.values import DynamicValues
+
+NUM_CONSUMERS = 2  # warpgroups
+
+
+class BackwardRings(NamedTuple):
+    """Full/empty barriers by what they guard. ``dS`` and ``P`` are filled by consumer warps, the others by TMA."""
+
+    K: TmaRing  # with the tile's coordinates
+    V: TmaRing
+    Q: TmaRing  # with the rows' LSE
+    dO: TmaRing  # with the rows' delta
+    dS: TmaRing
+    P: TmaRing
+
+
+class BackwardExtents(NamedTuple):
+    seqlen_q: Int32
+    seqlen_k: Int32
+    num_heads: Int32
+    heads_per_kv_head: Int32
+
+
+class KeyTile(DynamicValues):
+    """The query blocks of the tile at hand: see :class:`QueryRange`. ``num_steps`` counts them over all query heads."""
+
+    dynamic = ("first", "num_masked", "num_blocks", "num_steps")
+
+    def __init__(self, first: Any, num_masked: Any, num_blocks: Any, num_steps: Any):
+        self.first, self.num_masked, self.num_blocks, self.num_steps = first, num_masked, num_blocks, num_steps
+
+
+class TileSlot:
+    """The tile's coordinates in shared memory, from the producer to all others; K's ring guards them."""
+
+    WORDS = 3
+    N_BLOCK, HEAD, BATCH = range(3)
+
+    def __init__(self, words: cute.Pointer):
+        self.words = cute.make_tensor(words, cute.make_layout(self.WORDS))
+
+    def post(self, tile: TileCoord) -> None:
+        """Producer, one lane, before K's full barrier is armed."""
+        for word, value in enumerate(tile):
+            self.words[word] = value
+
+    def post_end(self) -> None:
+        """Producer, one lane: no tile follows."""
+        self.words[self.N_BLOCK] = Int32(NO_TILE)
+
+    @cute.jit
+    def read(self, word: Constexpr[int], lane: Int32):
+        """One word. Lane 0 reads for its warp: it is also the lane that hands the slot back."""
+        words, value = self.words, Int32(0)
+        if lane == 0:
+            value = words[word]
+        return cute.arch.shuffle_sync(value, 0)
+
+
+class BackwardCta:
+    """The kernel's specialisation, its rings and the problem's extents."""
+
+    def __init__(self, spec: BackwardSpec, rings: BackwardRings, slot: TileSlot, extents: BackwardExtents):
+        self.spec, self.rings, self.slot = spec, rings, slot
+        self.seqlen_q, self.seqlen_k, self.num_heads, self.heads_per_kv_head = extents
+
+    def key_tile(self, n_block: Int32) -> KeyTile:
+        """The steps of the tile with this key block."""
+        config = self.spec.config
+        blocks = query_blocks(
+            n_block,
+            self.seqlen_q,
+            self.seqlen_k,
+            tile_m=config.tile_m,
+            tile_n=config.tile_n,
+            causal=self.spec.causal,
+        )
+        return KeyTile(*blocks, blocks.num_blocks * self.heads_per_kv_head)
+
+    def m_block(self, tile: KeyTile, step: Int32) -> Int32:
+        """The query block of a step within a head, 0 ≤ step < num_blocks.
+
+        Last block first if deterministic: there every key block waits for the one before it at the same query block,
+        and causal key blocks have their last query block in common, not their first.
+        """
+        if self.spec.deterministic:
+            return tile.first + tile.num_blocks - 1 - step
+        return tile.first + step
+
+    def is_masked(self, tile: KeyTile, step: Int32) -> Any:
+        """Whether the query block of a step needs the element mask."""
+        if self.spec.deterministic:
+            return step >= tile.num_blocks - tile.num_masked
+        return step < tile.num_masked
+
+    @cute.jit
+    def receive(self, k_state: RingState, lane: Int32):
+        """All but the producer: wait for the next tile and its K. Returns its key block, or NO_TILE."""
+        self.rings.K.wait(k_state)
+        return self.slot.read(TileSlot.N_BLOCK, lane)
+
+    @cute.jit
+    def initialise_barriers(self):
+        """One warp initialises every mbarrier, the copy engine is told, and the CTA synchronises."""
+        one, both = WARPS_PER_WARPGROUP, WARPS_PER_WARPGROUP * NUM_CONSUMERS
+        splits_keys = cutlass.const_expr(self.spec.config.split == "keys")
+        if cute.arch.warp_idx() == 0:
+            with cute.arch.elect_one():
+                self.rings.K.initialise(both + one)
+                self.rings.V.initialise(both if splits_keys else one)
+                self.rings.Q.initialise(both)
+                self.rings.dO.initialise(both)
+                self.rings.dS.initialise(one, filling_warps=both if splits_keys else one)
+                self.rings.P.initialise(one, filling_warps=one)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()

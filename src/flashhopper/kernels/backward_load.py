@@ -1,0 +1,108 @@
+"""The producer of the backward: one warp that claims tiles, issues every load and never touches the data."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from flashhopper.kernels import ptx
+from flashhopper.kernels.backward_cta import BackwardCta
+from flashhopper.kernels.load import TmaOperand
+from flashhopper.kernels.pipeline import RingState
+from flashhopper.kernels.tile_scheduler import TileCoord, TileGrid
+
+
+class RowStatistics:
+    """One fp32 value per query row, padded to whole blocks: global ``(batch, heads, rows)``, shared (tile_m,
+    stages)."""
+
+    def __init__(self, gX: cute.Tensor, sX: cute.Tensor):
+        self.gX, self.sX = gX, sX
+
+    def load(self, query: TileCoord, stage: Int32, full: cute.Pointer) -> None:
+        """The rows of a query block. Issued by one thread; ``full`` counts the bytes."""
+        tile_m = cute.size(self.sX, mode=[0])
+        source = cute.domain_offset((query.m_block * tile_m,), self.gX[query.batch, query.head, None]).iterator
+        target = self.sX[None, stage].iterator
+        ptx.bulk_load(target.toint(), Int64(source.toint()), 4 * tile_m, full.toint())
+
+
+class BackwardOperands:
+    """What the producer loads, and where to."""
+
+    def __init__(
+        self, K: TmaOperand, V: TmaOperand, Q: TmaOperand, dO: TmaOperand, LSE: RowStatistics, delta: RowStatistics
+    ):
+        self.K, self.V, self.Q, self.dO, self.LSE, self.delta = K, V, Q, dO, LSE, delta
+
+
+class BackwardProducer:
+    """Tile after tile: K and V once, then Q and dO of every query block that sees the tile's keys, head after head."""
+
+    def __init__(self, cta: BackwardCta, operands: BackwardOperands, grid: TileGrid, counter: cute.Pointer):
+        """``counter``: the number of tiles claimed beyond the first of each CTA, zero before the launch."""
+        self.cta, self.operands, self.grid, self.counter = cta, operands, grid, counter
+        self.lane = cute.arch.lane_idx()
+
+    @cute.jit
+    def run(self):
+        """Tiles until none is left, then the end mark. The whole producer warp calls this."""
+        config = self.cta.spec.config
+        q_state, do_state = RingState.start(config.num_q_stages), RingState.start(config.num_do_stages)
+        k_state, v_state = RingState.start(1), RingState.start(1)
+        tile, _, _ = cute.arch.block_idx()
+        while tile < self.grid.num_tiles:
+            v_state, q_state, do_state = self.load_tile(tile, k_state, v_state, q_state, do_state)
+            k_state = k_state.next()
+            tile = self.claim()  # late: whoever is free first takes the next
+        self.cta.rings.K.wait_empty(k_state)
+        if self.lane == 0:
+            self.cta.slot.post_end()
+            cute.arch.mbarrier_arrive(self.cta.rings.K.full)
+        self.cta.rings.Q.drain(q_state)
+        self.cta.rings.dO.drain(do_state)
+
+    @cute.jit
+    def claim(self):
+        """The next tile's number; past the end if none is left."""
+        tile = Int32(0)
+        if self.lane == 0:
+            tile = ptx.atomic_increment(self.counter)
+        num_ctas, _, _ = cute.arch.grid_dim()
+        return cute.arch.shuffle_sync(tile, 0) + num_ctas
+
+    @cute.jit
+    def load_tile(self, tile: Int32, k_state: RingState, v_state: RingState, q_state: RingState, do_state: RingState):
+        """Every load of one tile. V follows the first Q: it is needed after the first scores."""
+        n_block, head_k, batch = self.grid.coord(tile)
+        key_tile = self.cta.key_tile(n_block)
+        self.cta.rings.K.wait_empty(k_state)
+        if self.lane == 0:
+            self.cta.slot.post(TileCoord(n_block, head_k, batch))
+        self.load(self.operands.K, self.cta.rings.K.arm(k_state, self.lane), TileCoord(n_block, head_k, batch), k_state)
+        for index in cutlass.range(self.cta.heads_per_kv_head, unroll=1):
+            head = head_k * self.cta.heads_per_kv_head + index
+            for step in cutlass.range(key_tile.num_blocks, unroll=1):
+                query = TileCoord(self.cta.m_block(key_tile, step), head, batch)
+                q_full = self.cta.rings.Q.acquire(q_state, self.lane)
+                self.load(self.operands.Q, q_full, query, q_state)
+                if self.lane == 0:
+                    self.operands.LSE.load(query, q_state.stage, q_full)
+                q_state = q_state.next()
+                if index + step == 0:
+                    v_full = self.cta.rings.V.acquire(v_state, self.lane)
+                    self.load(self.operands.V, v_full, TileCoord(n_block, head_k, batch), v_state)
+                do_full = self.cta.rings.dO.acquire(do_state, self.lane)
+                self.load(self.operands.dO, do_full, query, do_state)
+                if self.lane == 0:
+                    self.operands.delta.load(query, do_state.stage, do_full)
+                do_state = do_state.next()
+        if key_tile.num_blocks > 0:
+            v_state = v_state.next()
+        return v_state, q_state, do_state
+
+    @cute.jit
+    def load(self, operand, full, coord, state: RingState):
+        """One tile of one operand."""
+        block, head, batch = coord
+        sX, gX = operand.partition(head, batch)
+        cute.copy(operand.tma, gX[None, block], sX[None, state.stage], tma_bar_ptr=full)

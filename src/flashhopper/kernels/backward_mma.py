@@ -1,0 +1,428 @@
+"""The consumers of the backward: Sᵀ = K Qᵀ, dPᵀ = V dOᵀ, dV += Pᵀ dO and dK += dSᵀ Q on 64 keys."""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Constexpr, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warp, warpgroup
+
+from flashhopper.config import ROWS_PER_WARPGROUP, WARPGROUP_THREADS, BackwardConfig
+from flashhopper.kernels import ptx
+from flashhopper.kernels.backward_cta import NUM_CONSUMERS, BackwardCta, KeyTile, TileSlot
+from flashhopper.kernels.backward_epilogue import write_rows
+from flashhopper.kernels.backward_scores import ScoreMath, pack, packed
+from flashhopper.kernels.backward_smem import BackwardBarrier
+from flashhopper.kernels.gemm import gemm
+from flashhopper.kernels.pipeline import RingState
+from flashhopper.kernels.turns import TurnTaking
+from flashhopper.kernels.values import DynamicValues
+
+
+def transposed(tile: cute.Tensor) -> cute.Tensor:
+    """The same bytes with rows and columns exchanged: a K-major operand as an MN-major one."""
+    modes = [1, 0, *range(2, cute.rank(tile))]
+    return cute.make_tensor(tile.iterator, cute.select(tile.layout, mode=modes))
+
+
+class BackwardTiles(NamedTuple):
+    """Shared-memory tiles, as ``backward_smem.BackwardLayouts`` describes them, and the row statistics."""
+
+    sK: cute.Tensor
+    sV: cute.Tensor
+    sQ: cute.Tensor
+    sdO: cute.Tensor
+    sdS: cute.Tensor
+    sP: cute.Tensor  # words (4, 128 threads, tile_m / 16): P between two consumers
+    sLSE: cute.Tensor
+    sDelta: cute.Tensor
+
+
+class BackwardMmas(NamedTuple):
+    mma_S: cute.TiledMma  # Sᵀ and dPᵀ: (keys, queries), both operands from shared memory
+    mma_dK: cute.TiledMma  # (keys, head_dim), dSᵀ from registers
+    mma_dV: cute.TiledMma  # (keys, head_dim_v), Pᵀ from registers
+
+
+class GradientOutputs(NamedTuple):
+    """Where dK and dV go, ``(batch, seqlen, heads, head_dim)``, and the factor on dK."""
+
+    mdK: cute.Tensor
+    mdV: cute.Tensor
+    softmax_scale: Float32
+
+
+class ConsumerState(DynamicValues):
+    """A consumer's place: the step within its head, and the stages of the rings; they advance as one value."""
+
+    dynamic = ("step", "q", "do", "ds", "p")
+    static = ()
+
+    def __init__(self, step: Int32, q: RingState, do: RingState, ds: RingState, p: RingState):
+        self.step, self.q, self.do, self.ds, self.p = step, q, do, ds, p
+
+    @classmethod
+    def start(cls, config: BackwardConfig) -> "ConsumerState":
+        stages = (config.num_q_stages, config.num_do_stages, config.num_ds_stages, 1)
+        return cls(Int32(0), *(RingState.start(n) for n in stages))
+
+    @cute.jit
+    def next(self, num_steps: Int32):
+        """The state of the following step; the step within the head wraps."""
+        step = self.step + 1
+        step = Int32(0) if step == num_steps else step
+        return ConsumerState(step, self.q.next(), self.do.next(), self.ds.next(), self.p.next())
+
+
+class _Consumer:
+    """What the consumers have in common: their keys, the operands they read, and the way their results take."""
+
+    def __init__(
+        self,
+        cta: BackwardCta,
+        mmas: BackwardMmas,
+        tiles: BackwardTiles,
+        outputs: GradientOutputs,
+        scale_log2: Float32,
+        key_group: Int32,
+    ):
+        """``key_group`` counts the row groups of 64 keys of the tile."""
+        self.cta, self.mmas, self.tiles, self.outputs, self.key_group = cta, mmas, tiles, outputs, key_group
+        config = cta.spec.config
+        self.lane = cute.arch.lane_idx()
+        self.thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+        self.element = tiles.sK.element_type
+        first_thread = WARPGROUP_THREADS * key_group  # descriptors depend on the warpgroup alone
+        self.thr_S, self.thr_dK, self.thr_dV = (mma.get_slice(first_thread) for mma in mmas)
+        # The first of this thread's two keys in the tile.
+        self.key = ROWS_PER_WARPGROUP * key_group + self.thread // 32 * 16 + self.lane // 4
+        self.math = ScoreMath(cta, (tiles.sLSE, tiles.sDelta), scale_log2, self.key, self.lane)
+        self.scores_shape = (config.tile_n, config.tile_m)
+        self.exchanged_P = tiles.sP[None, self.thread, None]
+        self.overlaps = config.overlap_gemm_softmax
+
+    def a_operand(self, tile: cute.Tensor) -> cute.Tensor:
+        """Descriptors of K or V."""
+        return self.mmas.mma_S.make_fragment_A(self.thr_S.partition_A(tile))[None, None, None, 0]
+
+    def b_operand(self, tile: cute.Tensor) -> cute.Tensor:
+        """Descriptors of Q or dO, stage by stage, for the products that sum over head_dim."""
+        return self.mmas.mma_S.make_fragment_B(self.thr_S.partition_B(tile))
+
+    def scores(self) -> cute.Tensor:
+        """Registers of Sᵀ or dPᵀ."""
+        return cute.make_rmem_tensor(self.mmas.mma_S.partition_shape_C(self.scores_shape), Float32)
+
+    def probabilities_operand(self) -> cute.Tensor:
+        """Registers of Pᵀ or dSᵀ as the operand of the products that sum over query rows."""
+        return cute.make_rmem_tensor(self.mmas.mma_dV.partition_shape_A(self.scores_shape), self.element)
+
+    def accumulator(self, mma: cute.TiledMma, head_dim: int) -> cute.Tensor:
+        """Registers of dK or dV."""
+        return cute.make_rmem_tensor(mma.partition_shape_C((self.cta.spec.config.tile_n, head_dim)), Float32)
+
+    def score_writer(self, acc: cute.Tensor, operand: cute.Tensor) -> tuple[Any, cute.Tensor, cute.Tensor]:
+        """A transposing stmatrix copy of dSᵀ: the copy, its register view, its (queries, keys) target per stage."""
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.element)
+        thread = WARPGROUP_THREADS * self.key_group + self.thread
+        copy = cute.make_tiled_copy_C(atom, self.mmas.mma_S).get_slice(thread)
+        source = copy.retile(cute.make_tensor(operand.iterator, acc.layout))
+        return copy, source, copy.partition_D(transposed(self.tiles.sdS))
+
+    @cute.jit
+    def release(self, ring, state: RingState):
+        """All lanes of the warp have read the stage, row statistics among it."""
+        cute.arch.sync_warp()
+        ring.release(state, self.lane)
+
+    @cute.jit
+    def copy_words(self, source: cute.Tensor, target: cute.Tensor):
+        """Between registers and the exchange tile, 16 bytes at a time."""
+        layout = cute.make_layout((4, cute.size(source) // 4))
+        if const_expr(source.memspace == cute.AddressSpace.rmem):
+            cute.autovec_copy(cute.make_tensor(source.iterator, layout), target)
+        else:
+            cute.autovec_copy(source, cute.make_tensor(target.iterator, layout))
+
+    @cute.jit
+    def run(self):
+        """Tiles from the producer until the end mark."""
+        state = ConsumerState.start(self.cta.spec.config)
+        k_state, v_state = RingState.start(1), RingState.start(1)
+        self.start()
+        n_block = self.cta.receive(k_state, self.lane)
+        while n_block >= 0:
+            tile = self.cta.key_tile(n_block)
+            self.clear()
+            if tile.num_steps > 0:
+                self.wait_values(v_state)
+                state = self.visit(tile, n_block, state)
+                self.release_values(v_state)
+                v_state = v_state.next()
+            head, batch = (self.cta.slot.read(word, self.lane) for word in (TileSlot.HEAD, TileSlot.BATCH))
+            self.cta.rings.K.release(k_state, self.lane)
+            k_state = k_state.next()
+            self.write(n_block, head, batch)
+            n_block = self.cta.receive(k_state, self.lane)
+
+    def start(self) -> None:
+        """Before the first tile."""
+
+    @cute.jit
+    def wait_values(self, v_state: RingState):
+        """V of the tile is there, for those who read it."""
+        self.cta.rings.V.wait(v_state)
+
+    @cute.jit
+    def release_values(self, v_state: RingState):
+        """V of the tile is not needed any more."""
+        self.cta.rings.V.release(v_state, self.lane)
+
+    @cute.jit
+    def visit(self, tile: KeyTile, n_block: Int32, state):
+        """Every step of a tile, head after head. With overlap the last one is apart: it has no next one to look at."""
+        place = (tile, n_block)
+        if const_expr(self.overlaps):
+            self.first_step(place, state, Int32(0))
+            for number in cutlass.range(1, tile.num_steps, unroll=1):
+                state = self.step(place, state, number, False)
+            state = self.step(place, state, tile.num_steps, True)
+        else:
+            for number in cutlass.range(tile.num_steps, unroll=1):
+                state = self.step(place, state, number, False)
+        return state
+
+    @cute.jit
+    def write_gradient(self, acc: cute.Tensor, mX: cute.Tensor, coord: tuple, scale: Float32):
+        """An accumulator to the rows of its keys."""
+        n_block, head, batch = coord
+        row = n_block * self.cta.spec.config.tile_n + self.key
+        write_rows(acc, mX[batch, None, head, None], row, scale, self.element, self.lane)
+
+    @cute.jit
+    def to_probabilities(self, place: tuple, state, acc_S: cute.Tensor, lse: cute.Tensor, operand: cute.Tensor):
+        """S of a step to P, packed for the product with dO. Only blocks that the mask cuts are masked."""
+        self.math.probabilities(acc_S, lse)
+        tile, n_block = place
+        if self.cta.is_masked(tile, state.step):
+            self.math.hide(acc_S, n_block, self.cta.m_block(tile, state.step))
+        pack(acc_S, operand)
+
+    @cute.jit
+    def to_score_gradients(self, place: tuple, state, acc_dP: cute.Tensor, delta: cute.Tensor, words_P, operand):
+        """dP of a step to dS, packed for the product with Q."""
+        if self.cta.is_masked(place[0], state.step):
+            self.math.hide_gradients(acc_dP, words_P, self.element)
+        self.math.gradients(acc_dP, words_P, self.element, delta)
+        pack(acc_dP, operand)
+
+    @cute.jit
+    def send_score_gradients(self, state):
+        """dS to shared memory for the dQ warpgroup, while the product with Q runs."""
+        self.cta.rings.dS.wait_empty(state.ds)
+        cute.copy(self.write_dS, self.source_dS, self.target_dS[None, None, None, state.ds.stage])
+        ptx.fence_async_shared()
+        self.cta.rings.dS.commit(state.ds, self.lane)
+
+
+class KeysConsumer(_Consumer):
+    """All four products of one warpgroup's 64 keys."""
+
+    def __init__(
+        self,
+        cta: BackwardCta,
+        mmas: BackwardMmas,
+        tiles: BackwardTiles,
+        outputs: GradientOutputs,
+        scale_log2: Float32,
+        consumer: Int32,
+    ):
+        """``consumer`` counts the consumer warpgroups."""
+        super().__init__(cta, mmas, tiles, outputs, scale_log2, key_group=consumer)
+        spec = cta.spec
+        self.desc_K, self.desc_V = self.a_operand(tiles.sK), self.a_operand(tiles.sV)
+        self.desc_Q, self.desc_dO = self.b_operand(tiles.sQ), self.b_operand(tiles.sdO)
+        self.desc_Qt = mmas.mma_dK.make_fragment_B(self.thr_dK.partition_B(transposed(tiles.sQ)))
+        self.desc_dOt = mmas.mma_dV.make_fragment_B(self.thr_dV.partition_B(transposed(tiles.sdO)))
+        # S and dP take turns in the same registers: a WGMMA that starts from zero keeps its accumulator alive before.
+        self.acc_S = self.scores()
+        self.acc_dK = self.accumulator(mmas.mma_dK, spec.head_dim)
+        self.acc_dV = self.accumulator(mmas.mma_dV, spec.head_dim_v)
+        self.rP, self.rdS = self.probabilities_operand(), self.probabilities_operand()
+        self.write_dS, self.source_dS, self.target_dS = self.score_writer(self.acc_S, self.rdS)
+        self.turns = TurnTaking(spec.config.warpgroup_order, NUM_CONSUMERS, consumer, BackwardBarrier.TURN)
+
+    def start(self) -> None:
+        self.turns.start()
+
+    def clear(self) -> None:
+        self.acc_dK.fill(0.0)
+        self.acc_dV.fill(0.0)
+
+    @cute.jit
+    def write(self, n_block: Int32, head: Int32, batch: Int32):
+        coord = (n_block, head, batch)
+        self.write_gradient(self.acc_dV, self.outputs.mdV, coord, Float32(1.0))
+        self.write_gradient(self.acc_dK, self.outputs.mdK, coord, self.outputs.softmax_scale)
+
+    @cute.jit
+    def first_step(self, place: tuple, state, number: Int32):
+        """P of a step, with nothing of this warpgroup's to overlap it."""
+        self.cta.rings.Q.wait(state.q)
+        if number == 0:
+            self.turns.await_tile(0)
+        self.turns.await_block()
+        self.issue_scores(state)
+        lse = self.math.load_rows(self.math.sLSE, state.q.stage)
+        warpgroup.wait_group(0)
+        self.turns.pass_block()
+        if number == 0:
+            self.turns.pass_tile(0)
+        self.to_probabilities(place, state, self.acc_S, lse, self.rP)
+
+    @cute.jit
+    def issue_scores(self, state):
+        """Sᵀ = K Qᵀ as one WGMMA group."""
+        warpgroup.fence()
+        gemm(self.mmas.mma_S, self.acc_S, self.desc_K, self.desc_Q[None, None, None, state.q.stage], True)
+
+    @cute.jit
+    def step(self, place: tuple, state, number: Int32, last: Constexpr[bool]):
+        """dV and dK of one query block: dS is computed under dV += Pᵀ dO.
+
+        With overlap P of the next block is computed under dK += dSᵀ Q; else this begins with P of its own.
+        """
+        rings = self.cta.rings
+        stage_Q, stage_dO = state.q.stage, state.do.stage
+        following = state.next(place[0].num_blocks)
+        looks_ahead = const_expr(self.overlaps and not last)
+        if const_expr(not self.overlaps):
+            self.first_step(place, state, number)
+        rings.dO.wait(state.do)
+        warpgroup.fence()
+        gemm(self.mmas.mma_S, self.acc_S, self.desc_V, self.desc_dO[None, None, None, stage_dO], True)
+        gemm(self.mmas.mma_dV, self.acc_dV, self.rP, self.desc_dOt[None, None, None, stage_dO], False)
+        delta = self.math.load_rows(self.math.sDelta, stage_dO)
+        warpgroup.wait_group(1)
+        self.to_score_gradients(place, state, self.acc_S, delta, packed(self.rP), self.rdS)
+        if const_expr(looks_ahead):
+            rings.Q.wait(following.q)
+            self.turns.await_block()
+            self.issue_scores(following)
+        warpgroup.fence()
+        gemm(self.mmas.mma_dK, self.acc_dK, self.rdS, self.desc_Qt[None, None, None, stage_Q], False)
+        self.send_score_gradients(state)
+        if const_expr(looks_ahead):
+            lse = self.math.load_rows(self.math.sLSE, following.q.stage)
+            warpgroup.wait_group(1)
+            self.release(rings.dO, state.do)
+            self.turns.pass_block()
+            self.to_probabilities(place, following, self.acc_S, lse, self.rP)
+        else:
+            warpgroup.wait_group(1)
+            self.release(rings.dO, state.do)
+        warpgroup.wait_group(0)
+        self.release(rings.Q, state.q)
+        return following
+
+
+class ValueConsumer(_Consumer):
+    """S, P and dV of the tile's 64 keys; hands P to the :class:`KeyConsumer`."""
+
+    def __init__(
+        self,
+        cta: BackwardCta,
+        mmas: BackwardMmas,
+        tiles: BackwardTiles,
+        outputs: GradientOutputs,
+        scale_log2: Float32,
+    ):
+        super().__init__(cta, mmas, tiles, outputs, scale_log2, key_group=Int32(0))
+        self.desc_K, self.desc_Q = self.a_operand(tiles.sK), self.b_operand(tiles.sQ)
+        self.desc_dOt = mmas.mma_dV.make_fragment_B(self.thr_dV.partition_B(transposed(tiles.sdO)))
+        self.acc_S, self.acc_dV = self.scores(), self.accumulator(mmas.mma_dV, cta.spec.head_dim_v)
+        self.rP = self.probabilities_operand()
+
+    @cute.jit
+    def wait_values(self, v_state: RingState):
+        """V is the other consumer's."""
+
+    @cute.jit
+    def release_values(self, v_state: RingState):
+        """V is the other consumer's."""
+
+    def clear(self) -> None:
+        self.acc_dV.fill(0.0)
+
+    @cute.jit
+    def write(self, n_block: Int32, head: Int32, batch: Int32):
+        self.write_gradient(self.acc_dV, self.outputs.mdV, (n_block, head, batch), Float32(1.0))
+
+    @cute.jit
+    def step(self, place: tuple, state, number: Int32, last: Constexpr[bool]):
+        """One query block."""
+        rings = self.cta.rings
+        rings.Q.wait(state.q)
+        warpgroup.fence()
+        gemm(self.mmas.mma_S, self.acc_S, self.desc_K, self.desc_Q[None, None, None, state.q.stage], True)
+        lse = self.math.load_rows(self.math.sLSE, state.q.stage)
+        warpgroup.wait_group(0)
+        self.to_probabilities(place, state, self.acc_S, lse, self.rP)
+        self.release(rings.Q, state.q)
+        rings.P.wait_empty(state.p)
+        self.copy_words(packed(self.rP), self.exchanged_P)
+        rings.P.commit(state.p, self.lane)
+        rings.dO.wait(state.do)
+        warpgroup.fence()
+        gemm(self.mmas.mma_dV, self.acc_dV, self.rP, self.desc_dOt[None, None, None, state.do.stage], False)
+        warpgroup.wait_group(0)
+        self.release(rings.dO, state.do)
+        return state.next(place[0].num_blocks)
+
+
+class KeyConsumer(_Consumer):
+    """dP, dS and dK of the tile's 64 keys; dS also goes to the dQ warpgroup."""
+
+    def __init__(
+        self,
+        cta: BackwardCta,
+        mmas: BackwardMmas,
+        tiles: BackwardTiles,
+        outputs: GradientOutputs,
+        scale_log2: Float32,
+    ):
+        super().__init__(cta, mmas, tiles, outputs, scale_log2, key_group=Int32(0))
+        self.desc_V, self.desc_dO = self.a_operand(tiles.sV), self.b_operand(tiles.sdO)
+        self.desc_Qt = mmas.mma_dK.make_fragment_B(self.thr_dK.partition_B(transposed(tiles.sQ)))
+        self.acc_dP, self.acc_dK = self.scores(), self.accumulator(mmas.mma_dK, cta.spec.head_dim)
+        self.rP, self.rdS = self.probabilities_operand(), self.probabilities_operand()
+        self.write_dS, self.source_dS, self.target_dS = self.score_writer(self.acc_dP, self.rdS)
+
+    def clear(self) -> None:
+        self.acc_dK.fill(0.0)
+
+    @cute.jit
+    def write(self, n_block: Int32, head: Int32, batch: Int32):
+        self.write_gradient(self.acc_dK, self.outputs.mdK, (n_block, head, batch), self.outputs.softmax_scale)
+
+    @cute.jit
+    def step(self, place: tuple, state, number: Int32, last: Constexpr[bool]):
+        """One query block."""
+        rings = self.cta.rings
+        rings.dO.wait(state.do)
+        warpgroup.fence()
+        gemm(self.mmas.mma_S, self.acc_dP, self.desc_V, self.desc_dO[None, None, None, state.do.stage], True)
+        rings.P.wait(state.p)
+        self.copy_words(self.exchanged_P, packed(self.rP))
+        self.release(rings.P, state.p)
+        warpgroup.wait_group(0)
+        delta = self.math.load_rows(self.math.sDelta, state.do.stage)  # only now: before, there are no registers left
+        self.to_score_gradients(place, state, self.acc_dP, delta, packed(self.rP), self.rdS)
+        self.release(rings.dO, state.do)
+        rings.Q.wait(state.q)
+        warpgroup.fence()
+        gemm(self.mmas.mma_dK, self.acc_dK, self.rdS, self.desc_Qt[None, None, None, state.q.stage], False)
+        self.send_score_gradients(state)
+        warpgroup.wait_group(0)
+        self.release(rings.Q, state.q)
+        return state.next(place[0].num_blocks)

@@ -1,0 +1,138 @@
+"""Before the main backward kernel: delta = rowsum(dO ∘ O) - dLSE, LSE in base 2, and a zeroed dQ accumulator."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+
+from flashhopper.config import ELEMENT_BYTES, ROWS_PER_WARPGROUP, PreprocessSpec
+from flashhopper.kernels.forward import ELEMENTS
+from flashhopper.kernels.softmax import LOG2_E
+from flashhopper.kernels.values import divide
+
+THREADS = 256
+VECTOR = 8  # 16-bit elements in 16 bytes
+
+
+class PreprocessKernel:
+    """One CTA per 64 query rows of a head. Padding rows get LSE +inf and delta 0, so that their P and dS are 0, and so
+    do rows without keys, whose LSE is -inf."""
+
+    def __init__(self, spec: PreprocessSpec):
+        self.spec = spec
+        self.threads_per_row = 8 if spec.head_dim_v <= 64 else 16 if spec.head_dim_v <= 128 else 32
+
+    @cute.jit
+    def __call__(
+        self,
+        mO: cute.Tensor,
+        mdO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mdLSE: Any,
+        mLSE_log2: cute.Tensor,
+        mDelta: cute.Tensor,
+        mdQ: cute.Tensor,
+        workspace: cute.Tensor,
+        stream: Any,
+    ):
+        """O and dO ``(batch, seqlen, heads, head_dim_v)``, LSE and dLSE or None ``(batch, heads, seqlen)``.
+
+        Out: LSE in base 2 and delta ``(batch, heads, padded rows)``. Zeroed: ``mdQ`` ``(batch · heads, rows / 64,
+        64 · head_dim)`` and the int32 ``workspace``, of at most two words per 64 rows of a head.
+        """
+        num_ctas = cute.size(mdQ, mode=[0]) * cute.size(mdQ, mode=[1])  # one dimension: the others end at 65535
+        self.kernel(mO, mdO, mLSE, mdLSE, mLSE_log2, mDelta, mdQ, workspace).launch(
+            grid=(num_ctas, 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mO: cute.Tensor,
+        mdO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mdLSE: Any,
+        mLSE_log2: cute.Tensor,
+        mDelta: cute.Tensor,
+        mdQ: cute.Tensor,
+        workspace: cute.Tensor,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        head_index, row_block = divide(cta, cute.size(mdQ, mode=[1]))
+        batch, head = divide(head_index, cute.size(mDelta, mode=[1]))
+        head_dim_v, seqlen = cute.size(mO, mode=[3]), cute.size(mO, mode=[1])
+        per_pass = THREADS // self.threads_per_row
+        column = tidx % self.threads_per_row * VECTOR
+        passes = ROWS_PER_WARPGROUP // per_pass
+        rO, rdO = (cute.make_rmem_tensor((VECTOR, passes), mO.element_type) for _ in range(2))
+        rO.fill(0.0)
+        rdO.fill(0.0)
+        for i in cutlass.range_constexpr(passes):  # every load is issued before the first is used
+            row = row_block * ROWS_PER_WARPGROUP + i * per_pass + tidx // self.threads_per_row
+            if row < seqlen and column < head_dim_v:
+                for source, target in ((mO, rO), (mdO, rdO)):
+                    gX = cute.domain_offset((column,), source[batch, row, head, None])
+                    vector = cute.make_tensor(gX.iterator.align(16), cute.make_layout(VECTOR))
+                    cute.autovec_copy(vector, target[None, i])
+        self.clear(mdQ[head_index, row_block, None], tidx)
+        word = 2 * cta + tidx
+        if tidx < 2 and word < cute.size(workspace):
+            workspace[word] = Int32(0)
+        for i in cutlass.range_constexpr(passes):
+            row = row_block * ROWS_PER_WARPGROUP + i * per_pass + tidx // self.threads_per_row
+            product = rO[None, i].load().to(Float32) * rdO[None, i].load().to(Float32)
+            delta = product.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            delta = cute.arch.warp_reduction_sum(delta, threads_in_group=self.threads_per_row)
+            lse = Float32.inf
+            if row < seqlen:
+                natural = mLSE[batch, head, row]
+                if natural != -Float32.inf:
+                    lse = natural * LOG2_E
+                if const_expr(self.spec.has_lse_grad):
+                    delta = delta - mdLSE[batch, head, row]
+            if tidx % self.threads_per_row == 0:
+                mLSE_log2[batch, head, row] = lse
+                mDelta[batch, head, row] = delta
+
+    @cute.jit
+    def clear(self, gX: cute.Tensor, tidx: Int32):
+        """Zero a row block of the accumulator, 16 bytes a thread at a time."""
+        zero = cute.make_rmem_tensor((4,), Float32)
+        zero.fill(0.0)
+        count = cute.size(gX) // 4
+        vectors = cute.make_tensor(gX.iterator.align(16), cute.make_layout((4, count)))
+        for i in cutlass.range_constexpr(count // THREADS):
+            cute.autovec_copy(zero, vectors[None, i * THREADS + tidx])
+
+
+def compile_preprocess(spec: PreprocessSpec, options: str = "--enable-tvm-ffi") -> Any:
+    """The result takes ``(out, dout, lse, dlse or None, lse_log2, delta, dq_acc, workspace)``, on torch's stream."""
+    element = ELEMENTS[spec.dtype]
+    batch, seqlen, heads, rows, row_blocks, batch_heads = (cute.sym_int() for _ in range(6))
+    per_16_bytes = 16 // ELEMENT_BYTES[spec.dtype]
+    head_dim_v = cute.sym_int(divisibility=per_16_bytes)
+
+    def tensor() -> Any:
+        strides = tuple(cute.sym_int64(divisibility=per_16_bytes) for _ in range(3))
+        return make_fake_tensor(element, (batch, seqlen, heads, head_dim_v), (*strides, 1), assumed_align=16)
+
+    def rows_of(extent: Any) -> Any:
+        return make_fake_compact_tensor(Float32, (batch, heads, extent), stride_order=(2, 1, 0), assumed_align=4)
+
+    accumulator = (batch_heads, row_blocks, ROWS_PER_WARPGROUP * spec.head_dim)
+    return cute.compile(
+        PreprocessKernel(spec),
+        tensor(),
+        tensor(),
+        rows_of(seqlen),
+        rows_of(seqlen) if spec.has_lse_grad else None,
+        rows_of(rows),
+        rows_of(rows),
+        make_fake_compact_tensor(Float32, accumulator, stride_order=(2, 1, 0), assumed_align=16),
+        make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=4),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=options,
+    )
