@@ -100,6 +100,7 @@ class _Consumer:
         self.scores_shape = (config.tile_n, config.tile_m)
         self.exchanged_P = tiles.sP[None, self.thread, None]
         self.overlaps = config.overlap_gemm_softmax
+        self.skips = cta.spec.causal and config.key_groups > 1  # else every query block visited sees these keys
 
     def a_operand(self, tile: cute.Tensor) -> cute.Tensor:
         """Descriptors of K or V."""
@@ -189,7 +190,13 @@ class _Consumer:
             state = self.step(place, state, tile.num_steps, True)
         else:
             for number in cutlass.range(tile.num_steps, unroll=1):
-                state = self.step(place, state, number, False)
+                if const_expr(self.skips):
+                    if self.sees_nothing(place, state.step):
+                        state = self.skip(place, state, number)
+                    else:
+                        state = self.step(place, state, number, False)
+                else:
+                    state = self.step(place, state, number, False)
         return state
 
     @cute.jit
@@ -264,6 +271,30 @@ class KeysConsumer(_Consumer):
         coord = (n_block, head, batch)
         self.write_gradient(self.acc_dV, self.outputs.mdV, coord, Float32(1.0))
         self.write_gradient(self.acc_dK, self.outputs.mdK, coord, self.outputs.softmax_scale)
+
+    def sees_nothing(self, place: tuple, step: Int32):
+        """Whether a causal mask hides all of this warpgroup's keys from the query block of a step."""
+        tile, n_block = place
+        config = self.cta.spec.config
+        first_key = n_block * config.tile_n + ROWS_PER_WARPGROUP * self.key_group
+        end_query = (self.cta.m_block(tile, step) + 1) * config.tile_m
+        return first_key >= end_query + self.cta.seqlen_k - self.cta.seqlen_q
+
+    @cute.jit
+    def skip(self, place: tuple, state, number: Int32):
+        """A step in which these keys are not seen: nothing but zeros for the dQ warpgroup."""
+        self.cta.rings.Q.wait(state.q)
+        if number == 0:
+            self.turns.await_tile(0)
+            self.turns.pass_tile(0)
+        self.turns.await_block()
+        self.turns.pass_block()
+        self.release(self.cta.rings.Q, state.q)
+        self.cta.rings.dO.wait(state.do)
+        self.release(self.cta.rings.dO, state.do)
+        self.rdS.fill(0.0)
+        self.send_score_gradients(state)
+        return state.next(place[0].num_blocks)
 
     @cute.jit
     def first_step(self, place: tuple, state, number: Int32):
