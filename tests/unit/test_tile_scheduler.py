@@ -126,3 +126,16 @@ def test_groups_are_computed_in_32_bits(heads: int, seqlen_k: int) -> None:
     assert 1 <= grid.group <= heads
     assert grid.num_tiles == heads
     assert grid.coord(heads - 1) == (0, heads - 1, 0)
+
+
+@given(num_n_blocks=st.integers(1, 9), num_heads=st.integers(1, 7), batch=st.integers(1, 5), group=st.integers(1, 40))
+def test_key_tiles_of_a_head_are_claimed_in_rising_order(
+    num_n_blocks: int, num_heads: int, batch: int, group: int
+) -> None:
+    """The deterministic backward: a key block waits for the lower ones of its head, which others hold already."""
+    total = num_heads * batch
+    seen: dict[tuple[int, int], int] = {}
+    for n_block, head, batch_entry in coords(TileGrid(num_n_blocks, num_heads, total, min(group, total), False)):
+        assert n_block == seen.get((head, batch_entry), 0)
+        seen[head, batch_entry] = n_block + 1
+    assert set(seen.values()) == {num_n_blocks}
