@@ -1,0 +1,97 @@
+"""What the backward's launcher decides on the host."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flashhopper import device, launch_backward
+from flashhopper.config import AnySpec, BackwardSpec, PostprocessSpec, PreprocessSpec
+from flashhopper.heuristics import BACKWARD_TABLE, select_backward_row
+from flashhopper.problem import AttentionOptions, AttentionProblem, TensorFacts
+
+CARD = torch.device("cuda:0")
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[AnySpec]:
+    """A Hopper card of 132 multiprocessors that does nothing, and the kernels a plan asks for."""
+    specs: list[AnySpec] = []
+    card = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(launch_backward, "get_kernel", specs.append)
+    device.hopper_multiprocessors.cache_clear()
+    return specs
+
+
+def facts(*shape: int, dtype: torch.dtype = torch.bfloat16) -> TensorFacts:
+    return TensorFacts.of(torch.empty(1, dtype=dtype).expand((*shape[:-1], 1)))._replace(
+        shape=shape, stride=(0, 0, 0, 1), device=CARD
+    )
+
+
+def plan(
+    q: tuple[int, ...], k: tuple[int, ...], dv: int, grad: tuple[int, ...] | None = None, **options: Any
+) -> launch_backward._BackwardPlan | None:
+    problem = AttentionProblem(facts(*q), facts(*k), facts(*k[:3], dv), AttentionOptions(**options))
+    out = facts(*q[:3], dv)
+    dout = out if grad is None else facts(*grad)
+    return launch_backward._plan.__wrapped__(problem, (out, dout), (), False, None)
+
+
+def test_the_three_kernels_of_a_problem(asked: list[AnySpec]) -> None:
+    made = plan((2, 1000, 6, 72), (2, 77, 1, 72), 40, causal=True, deterministic=True, sm_margin=32)
+    assert made is not None
+    before, main, after = asked
+    assert before == PreprocessSpec("bfloat16", 96, 96, False)
+    assert isinstance(main, BackwardSpec)
+    assert (main.head_dim, main.head_dim_v, main.causal, main.deterministic) == (96, 96, True, True)
+    assert after == PostprocessSpec("bfloat16", 96)
+    assert made.max_ctas == 100
+    assert made.accumulator_shape == (12, 16, 64 * 96)  # 1000 rows padded to 1024, 64 at a time
+    assert made.semaphores_shape == (12, -(-1000 // main.config.tile_m))
+    assert made.workspace_words == 1 + 12 * -(-1000 // main.config.tile_m)
+
+
+def test_semaphores_only_if_deterministic() -> None:
+    made = plan((1, 64, 1, 64), (1, 64, 1, 64), 64)
+    assert made is not None
+    assert made.semaphores_shape is None
+    assert made.workspace_words == 1
+
+
+@pytest.mark.parametrize(
+    "q, k", [((0, 5, 2, 64), (0, 5, 2, 64)), ((1, 0, 2, 64), (1, 5, 2, 64)), ((1, 5, 2, 64), (1, 0, 2, 64))]
+)
+def test_an_empty_side_launches_nothing(q: tuple[int, ...], k: tuple[int, ...], asked: list[AnySpec]) -> None:
+    assert plan(q, k, 64) is None
+    assert asked == []
+
+
+def test_a_gradient_of_another_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"dout is .*; expected shape \(1, 5, 2, 96\), torch.bfloat16 on cuda:0"):
+        plan((1, 5, 2, 64), (1, 7, 2, 64), 96, grad=(1, 5, 2, 64))
+
+
+def test_tiles_are_counted_in_32_bits() -> None:
+    with pytest.raises(ValueError, match="more than 2147418112 tiles"):
+        plan((2**15, 64, 2**16, 64), (2**15, 64, 1, 64), 64)
+
+
+def test_every_pair_of_head_dims_has_a_row() -> None:
+    for causal in (False, True):
+        for seqlen in (1, 4096):
+            for head_dim in range(8, 257, 8):
+                for head_dim_v in range(8, 257, 8):
+                    q, k, v = (facts(1, seqlen, 1, d) for d in (head_dim, head_dim, head_dim_v))
+                    row = select_backward_row(AttentionProblem(q, k, v, AttentionOptions(causal=causal)))
+                    assert row.head_dim >= head_dim
+                    assert row.head_dim_v >= head_dim_v
+
+
+def test_rows_of_the_table_are_feasible() -> None:
+    for row in BACKWARD_TABLE:
+        row.config.check_feasible(row.head_dim, row.head_dim_v)
