@@ -186,6 +186,10 @@ class KernelSpec:
 _BACKWARD_ROLE_REGISTERS = {"keys": (24, 72, 208), "operands": (32, 96, 192)}
 
 
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
 class BackwardRegisters(NamedTuple):
     """Registers per thread of the backward kernel: at entry, and of each role after ``setmaxnreg``."""
 
@@ -245,14 +249,14 @@ class BackwardConfig:
 
     def smem_bytes(self, head_dim: int, head_dim_v: int, element_bytes: int = 2) -> int:
         """Bytes of shared memory of one CTA, computed as ``kernels/backward_smem.py`` lays it out."""
+        stages = self.num_q_stages + self.num_do_stages + self.num_ds_stages + self.num_dq_stages
+        barriers = 8 * (4 + 2 * stages) + 12  # K's and V's, the rings', and the tile's coordinates
+        statistics = 4 * self.tile_m * (self.num_q_stages + self.num_do_stages)
         keys = self.tile_n * (head_dim + head_dim_v) * element_bytes
-        queries = self.num_q_stages * self.tile_m * (head_dim * element_bytes + 4)
-        gradients = self.num_do_stages * self.tile_m * (head_dim_v * element_bytes + 4)
-        scores = self.num_ds_stages * self.tile_m * self.tile_n * element_bytes
-        exchanged = self.tile_m * self.tile_n * element_bytes if self.split == "operands" else 0
+        rows = (self.num_q_stages * head_dim + self.num_do_stages * head_dim_v) * self.tile_m * element_bytes
+        scores = (self.num_ds_stages + int(self.split == "operands")) * self.tile_m * self.tile_n * element_bytes
         staging = self.num_dq_stages * ROWS_PER_WARPGROUP * self.dq_columns * 4
-        barriers = 1024  # mbarriers, rounded up to the tiles' alignment
-        return barriers + keys + queries + gradients + scores + exchanged + staging
+        return _round_up(_round_up(barriers, 128) + statistics, 1024) + keys + rows + scores + staging
 
     def check_feasible(self, head_dim: int, head_dim_v: int) -> None:
         """Raise :class:`ConfigError` unless the kernel fits the card (a wrong register sum hangs it silently)."""
@@ -264,14 +268,9 @@ class BackwardConfig:
             problems.append(f"tile_n={self.tile_n} must be {keys} with split={self.split!r}")
         if head_dim % self.dq_columns or self.dq_columns > 128:
             problems.append(f"dq_columns={self.dq_columns} must divide head_dim={head_dim} and be at most 128")
-        chunks = self.tile_m // ROWS_PER_WARPGROUP * head_dim // self.dq_columns
-        if self.num_dq_stages not in (1, 2) or chunks % self.num_dq_stages:
-            problems.append(
-                f"num_dq_stages={self.num_dq_stages} must be 1 or 2 and divide the {chunks} chunks of a step"
-            )
         if self.split == "operands" and (self.warpgroup_order != "free" or self.overlap_gemm_softmax):
             problems.append("warpgroup_order and overlap_gemm_softmax are for split='keys'")
-        for name in ("num_q_stages", "num_do_stages", "num_ds_stages"):
+        for name in ("num_q_stages", "num_do_stages", "num_ds_stages", "num_dq_stages"):
             if not 1 <= getattr(self, name) <= 4:
                 problems.append(f"{name}={getattr(self, name)} must be from 1 to 4")
         smem = self.smem_bytes(head_dim, head_dim_v)

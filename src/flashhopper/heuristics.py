@@ -128,7 +128,7 @@ class BackwardRow(NamedTuple):
     max_seqlen_q: int | None = None
 
 
-_D192_BACKWARD = BackwardConfig(64, 64, "operands")
+_D192_BACKWARD = BackwardConfig(64, 64, "operands", num_dq_stages=2)
 _D192_BACKWARD_REASON = "dK and dV of 64 keys together take more registers than one warpgroup has; not searched"
 
 # Searched in order, as TILE_TABLE. Figures: H200, sustained, all three kernels.
@@ -159,7 +159,7 @@ BACKWARD_TABLE: tuple[BackwardRow, ...] = (
     BackwardRow(
         96,
         96,
-        BackwardConfig(64, 128, num_q_stages=3, num_do_stages=3, dq_columns=96),
+        BackwardConfig(64, 128, num_q_stages=3, num_do_stages=3, dq_columns=96, num_dq_stages=2),
         "as head_dim 128 with dQ in one pass; not searched",
     ),
     BackwardRow(

@@ -11,7 +11,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, mak
 
 from flashhopper.config import ELEMENT_BYTES, ROWS_PER_WARPGROUP, WARPGROUP_THREADS, BackwardSpec
 from flashhopper.kernels.backward_cta import BackwardCta, BackwardExtents, BackwardRings, TileSlot
-from flashhopper.kernels.backward_dq import DqTiles, DqWarpgroup
+from flashhopper.kernels.backward_dq import DqAdder, DqTiles, DqWarpgroup
 from flashhopper.kernels.backward_load import BackwardOperands, BackwardProducer, RowStatistics
 from flashhopper.kernels.backward_mma import (
     BackwardMmas,
@@ -59,7 +59,7 @@ class BackwardKernel:
         stream: Any,
     ):
         """``inputs``: q, k, v, dout, and ``outputs``: dk, dv, all ``(batch, seqlen, heads, head_dim)``. LSE (base 2)
-        and delta: fp32 ``(batch, heads, padded rows)``. ``mdQ`` and ``semaphores``: see :class:`DqWarpgroup`, zero;
+        and delta: fp32 ``(batch, heads, padded rows)``. ``mdQ`` and ``semaphores``: see :class:`DqAdder`, zero;
         ``counter`` int32 (1,), zero."""
         spec, config = self.spec, self.spec.config
         layouts = BackwardLayouts.create(spec, self.element)
@@ -158,7 +158,7 @@ class BackwardKernel:
             TmaRing(storage.q_barriers.data_ptr(), config.num_q_stages, config.tile_m * (row_bytes + 4)),
             TmaRing(storage.do_barriers.data_ptr(), config.num_do_stages, config.tile_m * (row_bytes_v + 4)),
             TmaRing(storage.ds_barriers.data_ptr(), config.num_ds_stages, 0),
-            TmaRing(storage.p_barriers.data_ptr(), 1, 0),
+            TmaRing(storage.dq_barriers.data_ptr(), config.num_dq_stages, 0),
         )
         extents = BackwardExtents(gQ.shape[0], gK.shape[0], gQ.shape[2], gQ.shape[2] // gK.shape[2])
         cta = BackwardCta(spec, rings, TileSlot(storage.tile_slot.data_ptr()), extents)
@@ -169,7 +169,8 @@ class BackwardKernel:
         softmax_scale, scale_log2 = scales
         if warpgroup_index == 0:
             cute.arch.setmaxregister_decrease(registers.producer)
-            if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
+            warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+            if warp == 0:
                 operands = BackwardOperands(
                     TmaOperand(tma_K, gK, sK, (config.tile_n, spec.head_dim), along=0),
                     TmaOperand(tma_V, gV, sV, (config.tile_n, spec.head_dim_v), along=0),
@@ -180,10 +181,12 @@ class BackwardKernel:
                 )
                 tile_grid = TileGrid(grid[0], grid[1], grid[2], grid[3], False)
                 BackwardProducer(cta, operands, tile_grid, counter.iterator).run()
+            elif warp == 1:
+                DqAdder(cta, storage.sdQ.data_ptr(), mdQ, semaphores).run()
         elif warpgroup_index == 1:
             cute.arch.setmaxregister_decrease(registers.dq)
             sKt = transposed(sK)[None, None, 0]
-            DqWarpgroup(cta, DqTiles(mmas[3], sdS, sKt, storage.sdQ.data_ptr()), mdQ, semaphores).run()
+            DqWarpgroup(cta, DqTiles(mmas[3], sdS, sKt, storage.sdQ.data_ptr())).run()
         else:
             cute.arch.setmaxregister_increase(registers.consumer)
             common = (

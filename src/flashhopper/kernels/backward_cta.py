@@ -16,14 +16,14 @@ NUM_CONSUMERS = 2  # warpgroups
 
 
 class BackwardRings(NamedTuple):
-    """Full/empty barriers by what they guard. ``dS`` and ``P`` are filled by consumer warps, the others by TMA."""
+    """Full/empty barriers by what they guard. ``dS`` and ``dQ`` are filled by warps, the others by TMA."""
 
     K: TmaRing  # with the tile's coordinates
     V: TmaRing
     Q: TmaRing  # with the rows' LSE
     dO: TmaRing  # with the rows' delta
     dS: TmaRing
-    P: TmaRing
+    dQ: TmaRing  # staging tiles
 
 
 class BackwardExtents(NamedTuple):
@@ -118,11 +118,11 @@ class BackwardCta:
         splits_keys = cutlass.const_expr(self.spec.config.split == "keys")
         if cute.arch.warp_idx() == 0:
             with cute.arch.elect_one():
-                self.rings.K.initialise(both + one)
+                self.rings.K.initialise(both + one + 1)  # consumers, dQ warpgroup, the warp that adds
                 self.rings.V.initialise(both if splits_keys else one)
                 self.rings.Q.initialise(both)
                 self.rings.dO.initialise(both)
                 self.rings.dS.initialise(one, filling_warps=both if splits_keys else one)
-                self.rings.P.initialise(one, filling_warps=one)
+                self.rings.dQ.initialise(1, filling_warps=one)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()

@@ -55,15 +55,14 @@ class GradientOutputs(NamedTuple):
 class ConsumerState(DynamicValues):
     """A consumer's place: the step within its head, and the stages of the rings; they advance as one value."""
 
-    dynamic = ("step", "q", "do", "ds", "p")
-    static = ()
+    dynamic = ("step", "q", "do", "ds")
 
-    def __init__(self, step: Int32, q: RingState, do: RingState, ds: RingState, p: RingState):
-        self.step, self.q, self.do, self.ds, self.p = step, q, do, ds, p
+    def __init__(self, step: Int32, q: RingState, do: RingState, ds: RingState):
+        self.step, self.q, self.do, self.ds = step, q, do, ds
 
     @classmethod
     def start(cls, config: BackwardConfig) -> "ConsumerState":
-        stages = (config.num_q_stages, config.num_do_stages, config.num_ds_stages, 1)
+        stages = (config.num_q_stages, config.num_do_stages, config.num_ds_stages)
         return cls(Int32(0), *(RingState.start(n) for n in stages))
 
     @cute.jit
@@ -71,7 +70,7 @@ class ConsumerState(DynamicValues):
         """The state of the following step; the step within the head wraps."""
         step = self.step + 1
         step = Int32(0) if step == num_steps else step
-        return ConsumerState(step, self.q.next(), self.do.next(), self.ds.next(), self.p.next())
+        return ConsumerState(step, self.q.next(), self.do.next(), self.ds.next())
 
 
 class _Consumer:
@@ -400,9 +399,9 @@ class ValueConsumer(_Consumer):
         warpgroup.wait_group(0)
         self.to_probabilities(place, state, self.acc_S, lse, self.rP)
         self.release(rings.Q, state.q)
-        rings.P.wait_empty(state.p)
+        ptx.named_barrier_wait(BackwardBarrier.P_EMPTY, NUM_CONSUMERS * WARPGROUP_THREADS)
         self.copy_words(packed(self.rP), self.exchanged_P)
-        rings.P.commit(state.p, self.lane)
+        ptx.named_barrier_arrive(BackwardBarrier.P_FULL, NUM_CONSUMERS * WARPGROUP_THREADS)
         rings.dO.wait(state.do)
         warpgroup.fence()
         gemm(self.mmas.mma_dV, self.acc_dV, self.rP, self.desc_dOt[None, None, None, state.do.stage], False)
@@ -429,6 +428,10 @@ class KeyConsumer(_Consumer):
         self.rP, self.rdS = self.probabilities_operand(), self.probabilities_operand()
         self.write_dS, self.source_dS, self.target_dS = self.score_writer(self.acc_dP, self.rdS)
 
+    def start(self) -> None:
+        """The exchange tile of P is free."""
+        ptx.named_barrier_arrive(BackwardBarrier.P_EMPTY, NUM_CONSUMERS * WARPGROUP_THREADS)
+
     def clear(self) -> None:
         self.acc_dK.fill(0.0)
 
@@ -443,9 +446,9 @@ class KeyConsumer(_Consumer):
         rings.dO.wait(state.do)
         warpgroup.fence()
         gemm(self.mmas.mma_S, self.acc_dP, self.desc_V, self.desc_dO[None, None, None, state.do.stage], True)
-        rings.P.wait(state.p)
+        ptx.named_barrier_wait(BackwardBarrier.P_FULL, NUM_CONSUMERS * WARPGROUP_THREADS)
         self.copy_words(self.exchanged_P, packed(self.rP))
-        self.release(rings.P, state.p)
+        ptx.named_barrier_arrive(BackwardBarrier.P_EMPTY, NUM_CONSUMERS * WARPGROUP_THREADS)
         warpgroup.wait_group(0)
         delta = self.math.load_rows(self.math.sDelta, state.do.stage)  # only now: before, there are no registers left
         self.to_score_gradients(place, state, self.acc_dP, delta, packed(self.rP), self.rdS)

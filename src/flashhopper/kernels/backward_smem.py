@@ -16,8 +16,9 @@ from flashhopper.kernels.smem import TILE_ALIGNMENT
 class BackwardBarrier(IntEnum):
     """Named barriers by number (0 is ``sync_threads``)."""
 
-    STAGING = 1  # the dQ warpgroup, around its staging tile
-    TURN = 2  # and 3, one per consumer: its turn to issue GEMMs
+    TURN = 1  # and 2, one per consumer: its turn to issue GEMMs
+    P_FULL = 3  # split="operands": P is in the exchange tile …
+    P_EMPTY = 4  # … and has been read
 
 
 class BackwardLayouts(NamedTuple):
@@ -64,7 +65,7 @@ def make_backward_storage(spec: BackwardSpec, layouts: BackwardLayouts, element:
         q_barriers: cute.struct.MemRange[Int64, 2 * config.num_q_stages]
         do_barriers: cute.struct.MemRange[Int64, 2 * config.num_do_stages]
         ds_barriers: cute.struct.MemRange[Int64, 2 * config.num_ds_stages]
-        p_barriers: cute.struct.MemRange[Int64, 2]
+        dq_barriers: cute.struct.MemRange[Int64, 2 * config.num_dq_stages]
         tile_slot: cute.struct.MemRange[Int32, TileSlot.WORDS]
         sLSE: cute.struct.Align[cute.struct.MemRange[Float32, config.tile_m * config.num_q_stages], 128]
         sDelta: cute.struct.Align[cute.struct.MemRange[Float32, config.tile_m * config.num_do_stages], 128]

@@ -28,10 +28,9 @@ def bulk_store_commit() -> None:
     cute.arch.cp_async_bulk_commit_group()
 
 
-def bulk_store_wait_read(pending: int = 0) -> None:
-    """Wait until all but the last ``pending`` groups of this thread's bulk stores have read shared memory
-    (PTX ISA 9.7.9.25, wait_group.read)."""
-    cute.arch.cp_async_bulk_wait_group(pending, read=True)
+def bulk_store_wait_read() -> None:
+    """Wait until this thread's bulk stores have read shared memory (PTX ISA 9.7.9.25, wait_group.read 0)."""
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
 def bulk_store_wait() -> None:
