@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flashhopper import ops
-from flashhopper.problem import AttentionOptions, refuse_tensors
+from flashhopper.problem import AttentionOptions, refuse_tensors, split_qkv
 
 
 def flash_attn_func(
@@ -46,9 +46,15 @@ def flash_attn_func(
         v: ``(batch, seqlen_k, heads_k, head_dim_v)``. Both head dims are multiples of 8 from 8 to 256.
         softmax_scale: factor on q·k, from 0 to 2**20; None is ``head_dim ** -0.5``.
         causal: query i sees keys 0 … i + seqlen_k - seqlen_q (aligned to the bottom right).
-        qv, q_descale, k_descale, v_descale, learnable_sink: only None is accepted today.
-        window_size, attention_chunk, softcap, num_splits, pack_gqa: FA3's names; only the defaults are accepted today
-            (``pack_gqa=False`` too).
+        qv, q_descale, k_descale, v_descale: only None is accepted today.
+        learnable_sink: ``(heads,)``, floating point: adds exp(sink) to the denominator of each row of its head, and to
+            what LSE is the logarithm of; differentiable. CPU tensors only today.
+        window_size: (left, right): query i sees keys i + seqlen_k - seqlen_q - left … + right, inclusive; -1 is without
+            bound. CPU tensors only today.
+        attention_chunk: query i sees the keys of the chunk of this many in which key i + seqlen_k - seqlen_q lies; 0 is
+            no chunks. CPU tensors only today. Masks combine: a key is seen if each of them shows it.
+        softcap: scores s become softcap · tanh(s / softcap); 0 is none. CPU tensors only today.
+        num_splits, pack_gqa: FA3's names; only the defaults are accepted today (``pack_gqa=False`` too).
         deterministic: the backward adds the parts of dq in a fixed order, so that the same inputs give the same bits.
             Without it dq may differ in the last bits from run to run; dk, dv and the forward never do.
         sm_margin: multiprocessors to leave to other work, at least 0.
@@ -58,7 +64,7 @@ def flash_attn_func(
     Returns:
         out ``(batch, seqlen_q, heads, head_dim_v)`` in q's dtype; on request also lse ``(batch, heads, seqlen_q)``,
         float32 (float64 for float64 inputs), the natural logarithm of the softmax's denominator. A query row that sees
-        no key gives out 0 and LSE -inf.
+        no key gives out 0 and LSE -inf (with a sink: the sink).
 
     Raises:
         TypeError: a wrong type or dtype.
@@ -67,9 +73,37 @@ def flash_attn_func(
         RuntimeError: a GPU that is not Hopper; a second derivative on CUDA tensors.
         ImportError: a kernel is needed and the CuTe DSL is not installed.
     """
-    refuse_tensors(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, learnable_sink=learnable_sink)
+    refuse_tensors(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     options = AttentionOptions(
         softmax_scale, causal, window_size, attention_chunk, softcap, num_splits, pack_gqa, deterministic, sm_margin
     )
-    out, lse = ops.attention(q, k, v, options)
+    out, lse = ops.attention(q, k, v, options, learnable_sink)
     return (out, lse) if return_lse or return_attn_probs else out
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    num_heads_q: int | None = None,
+    **options: Any,
+) -> Any:
+    """:func:`flash_attn_func` of q, k and v in one tensor, which are read where they are.
+
+    Args:
+        qkv: ``(batch, seqlen, 3, heads, head_dim)``, or ``(batch, seqlen, heads + 2 · heads_k, head_dim)`` with the
+            heads of q first, then those of k, then those of v.
+        softmax_scale, causal: as in :func:`flash_attn_func`.
+        num_heads_q: heads of q in the second layout; None in the first.
+        options: the other keyword arguments of :func:`flash_attn_func`.
+
+    Returns:
+        What :func:`flash_attn_func` returns.
+
+    Raises:
+        TypeError: qkv is not a tensor, num_heads_q not an int.
+        ValueError: a shape that is neither layout, or a number of heads that does not divide it.
+        Otherwise as :func:`flash_attn_func`.
+    """
+    return flash_attn_func(*split_qkv(qkv, num_heads_q), softmax_scale, causal, **options)

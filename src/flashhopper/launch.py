@@ -31,20 +31,36 @@ def forward(
 
     Returns out ``(batch, seqlen_q, heads, head_dim_v)`` in q's dtype and LSE ``(batch, heads, seqlen_q)`` fp32.
     """
+    return _plan_of(AttentionProblem.from_tensors(q, k, v, options), config)(q, k, v)
+
+
+def forward_with_sink(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions, learnable_sink: torch.Tensor
+) -> ForwardResult:
+    """:func:`forward` with a sink ``(heads,)``, which only CPU tensors have today."""
     problem = AttentionProblem.from_tensors(q, k, v, options)
+    plan = _plan_of(problem, None)
+    problem.check_sink(learnable_sink)
+    return plan(q, k, v, learnable_sink)
+
+
+def types_of(options: AttentionOptions) -> tuple[type, ...]:
+    """For the keys of plans: 1 == True, but only one of them is a valid ``causal`` or side of a window."""
+    return (*map(type, options), *map(type, options.window_size))
+
+
+def _plan_of(problem: AttentionProblem, config: ForwardConfig | None) -> Callable[..., ForwardResult]:
     try:
-        # Types are part of the key: 1 == True, but only one of them is a valid `causal`.
-        plan = _plan(problem, tuple(map(type, options)), config)
+        return _plan(problem, types_of(problem.options), config)
     except TypeError:
         problem.validate()  # an unhashable option; this names it
         raise
-    return plan(q, k, v)
 
 
 @lru_cache(maxsize=4096)
 def _plan(
     problem: AttentionProblem, option_types: tuple[type, ...], config: ForwardConfig | None
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], ForwardResult]:
+) -> Callable[..., ForwardResult]:
     """Validate, choose and compile; cached by the problem itself. Errors are not cached."""
     problem.validate()
     if problem.device.type == "cpu":
@@ -63,10 +79,19 @@ class _ReferencePlan:
     """CPU tensors: the same semantics in plain PyTorch, differentiable."""
 
     def __init__(self, problem: AttentionProblem):
-        self.softmax_scale, self.causal = problem.softmax_scale, problem.options.causal
+        options = problem.options
+        self.arguments: dict[str, Any] = {
+            "softmax_scale": problem.softmax_scale,
+            "causal": options.causal,
+            "window_size": options.window_size,
+            "attention_chunk": options.attention_chunk,
+            "softcap": float(options.softcap),
+        }
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ForwardResult:
-        return reference.attention(q, k, v, softmax_scale=self.softmax_scale, causal=self.causal)
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, learnable_sink: torch.Tensor | None = None
+    ) -> ForwardResult:
+        return reference.attention(q, k, v, learnable_sink=learnable_sink, **self.arguments)
 
 
 class _EmptyPlan:

@@ -11,7 +11,7 @@ from flashhopper.compiler import get_kernel
 from flashhopper.config import ROWS_PER_WARPGROUP, BackwardConfig, PostprocessSpec, PreprocessSpec
 from flashhopper.device import hopper_multiprocessors
 from flashhopper.heuristics import select_backward_spec
-from flashhopper.launch import LOG2_E, MAX_TILES, SMALLEST_SCALE
+from flashhopper.launch import LOG2_E, MAX_TILES, SMALLEST_SCALE, types_of
 from flashhopper.problem import AttentionOptions, AttentionProblem, TensorFacts
 from flashhopper.tma_view import TmaView, aligned
 
@@ -50,7 +50,7 @@ def backward(
     if dout.stride(-1) != 1:  # what sum() and mean() send back is one expanded number
         dout = dout.contiguous()
     facts = TensorFacts.of(out), TensorFacts.of(dout)
-    plan = _plan(problem, facts, tuple(map(type, options)), grad_lse is not None, config)
+    plan = _plan(problem, facts, types_of(options), grad_lse is not None, config)
     if plan is None:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     return plan(Saved(q, k, v, out, lse), dout, grad_lse)

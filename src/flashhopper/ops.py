@@ -65,19 +65,29 @@ class _AttentionBackward(torch.autograd.Function):
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: AttentionOptions,
+    learnable_sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Out and LSE of a dense problem, recorded by autograd if an input needs a gradient.
 
     Under ``torch.compile`` the graph breaks around the call, which then runs as it does without.
     """
     run = _attention_outside_graph if torch.compiler.is_compiling() else _attention
-    return run(q, k, v, options)
+    return run(q, k, v, options, learnable_sink)
 
 
 def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: AttentionOptions,
+    learnable_sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if learnable_sink is not None:
+        return launch.forward_with_sink(q, k, v, options, learnable_sink)
     needs_grad = torch.is_grad_enabled() and isinstance(q, torch.Tensor) and q.is_cuda
     if needs_grad and any(getattr(t, "requires_grad", False) for t in (q, k, v)):
         result: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(q, k, v, options)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -186,14 +188,35 @@ class AttentionProblem(NamedTuple):
             raise TypeError(f"sm_margin must be an int, got {type(options.sm_margin).__name__}")
         if options.sm_margin < 0:
             raise ValueError(f"sm_margin is {options.sm_margin}; accepted is a number of SMs of at least 0")
-        for name, (types, accepted) in _LATER.items():
+        for name, later in _LATER.items():
             value = getattr(options, name)
-            if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-                names = " or ".join(t.__name__ for t in types)
+            if not isinstance(value, later.types) or (isinstance(value, bool) and bool not in later.types):
+                names = " or ".join(t.__name__ for t in later.types)
                 raise TypeError(f"{name} must be {names}, got {type(value).__name__}")
-            if value not in accepted:
-                today = " and ".join(map(repr, accepted))
-                raise NotImplementedError(f"{name}={value!r} is not there yet; accepted today: {today}")
+            if value in later.accepted:
+                continue
+            if later.check is not None:
+                later.check(value)
+                if self.device.type == "cpu":
+                    continue
+            where = " on CUDA tensors" if later.check is not None else ""
+            today = " and ".join(map(repr, later.accepted))
+            raise NotImplementedError(f"{name}={value!r} is not there yet{where}; accepted today: {today}")
+
+    def check_sink(self, sink: torch.Tensor) -> None:
+        """TypeError, ValueError or NotImplementedError unless this is a sink for the problem's heads."""
+        if not isinstance(sink, torch.Tensor):
+            raise TypeError(f"learnable_sink must be a torch.Tensor or None, got {type(sink).__name__}")
+        if not sink.dtype.is_floating_point:
+            raise TypeError(f"learnable_sink has dtype {sink.dtype}; accepted are floating-point types")
+        if tuple(sink.shape) != (self.num_heads,):
+            raise ValueError(
+                f"learnable_sink has shape {tuple(sink.shape)}; one number per head of q: ({self.num_heads},)"
+            )
+        if sink.device != self.device:
+            raise ValueError(f"learnable_sink is on {sink.device}, q on {self.device}: all must be on the same device")
+        if self.device.type != "cpu":
+            raise NotImplementedError("learnable_sink is not there yet on CUDA tensors; accepted today: None")
 
 
 def refuse_tensors(**tensors: torch.Tensor | None) -> None:
@@ -203,11 +226,62 @@ def refuse_tensors(**tensors: torch.Tensor | None) -> None:
             raise NotImplementedError(f"{name} is not there yet; accepted today: None, got {type(value).__name__}")
 
 
-# Options that are not there yet: their types, and the values that ask for nothing.
-_LATER: dict[str, tuple[tuple[type, ...], tuple[object, ...]]] = {
-    "window_size": ((tuple,), ((-1, -1),)),
-    "attention_chunk": ((int,), (0,)),
-    "softcap": ((float, int), (0.0,)),
-    "num_splits": ((int,), (1,)),
-    "pack_gqa": ((type(None), bool), (None, False)),
+def split_qkv(qkv: torch.Tensor, num_heads_q: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of q, k and v in a packed tensor; the errors of :func:`flash_attn_qkvpacked_func`."""
+    if not isinstance(qkv, torch.Tensor):
+        raise TypeError(f"qkv must be a torch.Tensor, got {type(qkv).__name__}")
+    shape = tuple(qkv.shape)
+    if qkv.dim() == 5:
+        if shape[2] != 3:
+            raise ValueError(f"qkv has shape {shape}; with 5 dimensions it is (batch, seqlen, 3, heads, head_dim)")
+        if num_heads_q is not None:
+            raise ValueError(f"num_heads_q is {num_heads_q}; with qkv of 5 dimensions it must be None")
+        q, k, v = qkv.unbind(2)
+        return q, k, v
+    if qkv.dim() != 4:
+        raise ValueError(f"qkv has shape {shape}; accepted are 5 dimensions, or 4 with num_heads_q")
+    if not isinstance(num_heads_q, int) or isinstance(num_heads_q, bool):
+        raise TypeError(f"num_heads_q must be an int for qkv of 4 dimensions, got {type(num_heads_q).__name__}")
+    heads_k, odd = divmod(shape[2] - num_heads_q, 2)
+    if num_heads_q < 1 or heads_k < 1 or odd:
+        raise ValueError(
+            f"qkv has shape {shape} with {shape[2]} heads; num_heads_q={num_heads_q} leaves no k and v alike"
+        )
+    q, k, v = qkv.split([num_heads_q, heads_k, heads_k], dim=2)
+    return q, k, v
+
+
+def _check_window(value: tuple[Any, ...]) -> None:
+    if len(value) != 2 or not all(isinstance(side, int) and not isinstance(side, bool) for side in value):
+        raise TypeError(f"window_size must be two ints (left, right), got {value!r}")
+    if min(value) < -1:
+        raise ValueError(f"window_size is {value}; each side is -1 (without bound) or a number of keys of at least 0")
+
+
+def _check_chunk(value: int) -> None:
+    if value < 0:
+        raise ValueError(f"attention_chunk is {value}; accepted is a number of keys, or 0 for no chunks")
+
+
+def _check_softcap(value: float) -> None:
+    if not 0 <= value < math.inf:  # also false for NaN
+        raise ValueError(f"softcap is {value}; accepted are finite numbers over 0, or 0 for none")
+
+
+class _Later(NamedTuple):
+    """An option that the kernels do not have yet."""
+
+    types: tuple[type, ...]
+    accepted: tuple[object, ...]
+    """The values that ask for nothing."""
+    check: Callable[[Any], None] | None = None
+    """Of other values; set where CPU tensors have the option."""
+
+
+_LATER = {
+    "window_size": _Later((tuple,), ((-1, -1),), _check_window),
+    "attention_chunk": _Later((int,), (0,), _check_chunk),
+    "softcap": _Later((float, int), (0.0,), _check_softcap),
+    "num_splits": _Later((int,), (1,)),
+    "pack_gqa": _Later((type(None), bool), (None, False)),
 }

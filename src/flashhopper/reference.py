@@ -23,6 +23,51 @@ SAFE_SUMS = (2.0**-60, 2.0**100)  # lazy softmax: a final row sum outside proves
 MAX_REFERENCE = {torch.bfloat16: 2.0**31, torch.float16: 2.0**28}  # beyond, a row becomes NaN
 
 
+class Visible(NamedTuple):
+    """The keys that each query row sees: ``starts[i] ≤ key < ends[i]``, int64 ``(seqlen_q,)``; maybe none."""
+
+    starts: torch.Tensor
+    ends: torch.Tensor
+
+    def of_rows(self, start: int, stop: int) -> Visible:
+        """Those of query rows ``start … stop - 1``."""
+        return Visible(self.starts[start:stop], self.ends[start:stop])
+
+    def shifted(self, keys: int) -> Visible:
+        """The same keys, counted from key number ``keys``."""
+        return Visible(self.starts - keys, self.ends - keys)
+
+
+def visible_keys(
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    device: torch.device | None = None,
+) -> Visible:
+    """What the masks leave of each row; they combine by intersection.
+
+    All are aligned to the bottom right: query i stands at key i + seqlen_k - seqlen_q. ``causal`` ends there,
+    ``window_size`` (left, right) reaches that many keys to either side, inclusive (-1: without bound), and
+    ``attention_chunk`` ends at the borders of the chunk of that many keys in which the query stands (0: no chunks).
+    """
+    position = torch.arange(seqlen_q, device=device) + seqlen_k - seqlen_q
+    starts, ends = torch.zeros_like(position), torch.full_like(position, seqlen_k)
+    left, right = window_size
+    if causal:
+        ends = ends.minimum(position + 1)
+    if left >= 0:
+        starts = starts.maximum(position - left)
+    if right >= 0:
+        ends = ends.minimum(position + right + 1)
+    if attention_chunk > 0:
+        first = position.div(attention_chunk, rounding_mode="floor") * attention_chunk
+        starts, ends = starts.maximum(first), ends.minimum(first + attention_chunk)
+    return Visible(starts, ends)
+
+
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -30,15 +75,21 @@ def attention(
     *,
     softmax_scale: float,
     causal: bool,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    learnable_sink: torch.Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention and its log-sum-exp, differentiable by autograd through both.
 
-    q ``(b, sq, h, d)``, k ``(b, sk, hk, d)``, v ``(b, sk, hk, dv)`` with ``h % hk == 0``; ``causal`` is aligned to the
-    bottom right: row i sees keys up to ``i + sk - sq``. Returns out ``(b, sq, h, dv)`` in q's dtype and the natural-log
-    LSE ``(b, h, sq)`` in fp32 (fp64 if computed in fp64). A row without a visible key has out 0, LSE -inf and passes
-    no gradient on. ``compute_dtype`` is fp32 by default, fp64 for fp64 inputs; q's own dtype gives the error that
-    plain low-precision PyTorch makes, the measure of the tolerance rule.
+    q ``(b, sq, h, d)``, k ``(b, sk, hk, d)``, v ``(b, sk, hk, dv)`` with ``h % hk == 0``; which keys a row sees:
+    :func:`visible_keys`. Scores s become ``softcap · tanh(s / softcap)`` if softcap is over 0. ``learnable_sink``
+    ``(h,)`` adds exp(sink) to the denominator of every row of its head. Returns out ``(b, sq, h, dv)`` in q's dtype and
+    the natural-log LSE ``(b, h, sq)``, the sink included, in fp32 (fp64 if computed in fp64). A row without a visible
+    key has out 0, LSE -inf (with a sink: the sink) and passes no gradient on to q, k and v. ``compute_dtype`` is fp32
+    by default, fp64 for fp64 inputs; q's own dtype gives the error that plain low-precision PyTorch makes, the measure
+    of the tolerance rule.
     """
     if compute_dtype is None:
         compute_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -47,6 +98,11 @@ def attention(
     q_rows = q.to(compute_dtype)
     # (b, hk, sk, d): laid out once, so that no chunk copies all keys again
     k_heads, v_heads = (x.to(compute_dtype).transpose(1, 2).contiguous() for x in (k, v))
+    sink = None if learnable_sink is None else learnable_sink.to(compute_dtype)
+    visible = visible_keys(
+        seqlen_q, seqlen_k, causal=causal, window_size=window_size, attention_chunk=attention_chunk, device=q.device
+    )
+    scoring = _Scoring(softmax_scale, softcap)
 
     chunk = max(CHUNK_SCORES // max(batch * heads * seqlen_k, 1), 1)
     starts = range(0, max(seqlen_q, 1), chunk)
@@ -57,53 +113,83 @@ def attention(
     outs, lses = [], []
     for start in starts:
         stop = min(start + chunk, seqlen_q)
-        first_row_end, last_row_end = seqlen_k, seqlen_k  # keys that the chunk's first and last row see
-        if causal:
-            first_row_end = start + 1 + seqlen_k - seqlen_q
-            last_row_end = max(stop + seqlen_k - seqlen_q, 0)
-        seen_k, seen_v = k_heads[:, :, :last_row_end], v_heads[:, :, :last_row_end]
-        out, lse = attend(q_rows[:, start:stop], seen_k, seen_v, softmax_scale, first_row_end)
+        rows = visible.of_rows(start, stop)
+        first, last = 0, 0  # the keys that some row of the chunk may see
+        if stop > start:
+            first, last = int(rows.starts.min().clamp(0, seqlen_k)), int(rows.ends.max().clamp(0, seqlen_k))
+        last = max(first, last)
+        seen_k, seen_v = k_heads[:, :, first:last], v_heads[:, :, first:last]
+        out, lse = attend(q_rows[:, start:stop], seen_k, seen_v, rows.shifted(first), scoring, sink)
         outs.append(out)
         lses.append(lse)
     lse_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
     return torch.cat(outs, dim=1).to(q.dtype), torch.cat(lses, dim=2).to(lse_dtype)
 
 
-def _attend_rows(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, first_row_end: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows q ``(b, rows, h, d)`` against k ``(b, hk, n, d)``, v ``(b, hk, n, dv)``: out and LSE, in the inputs' dtype.
+class _Scoring(NamedTuple):
+    """From q·k to scores."""
 
-    Row i sees the keys before ``first_row_end + i``. Query heads that share K and V are stacked as rows of one matrix
-    product. The row max is a constant to autograd: neither output depends on it.
-    """
+    softmax_scale: float
+    softcap: float
+
+    def __call__(self, products: torch.Tensor) -> torch.Tensor:
+        scores = products * self.softmax_scale
+        return self.softcap * torch.tanh(scores / self.softcap) if self.softcap > 0 else scores
+
+
+def _attend_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: Visible,
+    scoring: _Scoring,
+    sink: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows q ``(b, rows, h, d)`` against k ``(b, hk, n, d)``, v ``(b, hk, n, dv)``: out and LSE, in their dtype."""
     with torch.autocast(q.device.type, enabled=False):  # else its products would be 16-bit ones, recomputed or not
-        return _attend_rows_as_given(q, k, v, softmax_scale, first_row_end)
+        return _attend_rows_as_given(q, k, v, visible, scoring, sink)
 
 
 def _attend_rows_as_given(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, first_row_end: int
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: Visible,
+    scoring: _Scoring,
+    sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`_attend_rows` in the dtype of q, k and v, whatever autocast says."""
+    """:func:`_attend_rows` in the dtype of q, k and v, whatever autocast says.
+
+    Query heads that share K and V are stacked as rows of one matrix product. The row max is a constant to autograd:
+    neither output depends on it.
+    """
     batch, rows, heads, head_dim = q.shape
     _, heads_k, keys, head_dim_v = v.shape
     group = heads // heads_k
     stacked = _grouped(q, heads_k).reshape(batch, heads_k, group * rows, head_dim)
-    scores = (stacked @ k.transpose(2, 3) * softmax_scale).view(batch, heads_k, group, rows, keys)
-    if first_row_end < keys:
-        ends = first_row_end + torch.arange(rows, device=q.device)
-        scores = scores.masked_fill(torch.arange(keys, device=q.device) >= ends[:, None], -math.inf)
+    scores = scoring(stacked @ k.transpose(2, 3)).view(batch, heads_k, group, rows, keys)
+    columns = torch.arange(keys, device=q.device)
+    hidden = (columns < visible.starts[:, None]) | (columns >= visible.ends[:, None])
+    if hidden.any():
+        scores = scores.masked_fill(hidden, -math.inf)
     row_max = scores.new_zeros(batch, heads_k, group, rows, 1)
     if keys:
         row_max = scores.detach().amax(dim=-1, keepdim=True)
         row_max = row_max.masked_fill(row_max == -math.inf, 0.0)
+    no_key = (hidden.all(dim=-1) if keys else torch.ones_like(visible.starts, dtype=torch.bool))[:, None]
+    if sink is not None:
+        sinks = sink.view(heads_k, group, 1, 1)
+        row_max = torch.where(no_key, sinks.detach(), torch.maximum(row_max, sinks.detach()))
+        row_max = row_max.masked_fill(row_max == -math.inf, 0.0)
     weights = torch.exp(scores - row_max)
     row_sum = weights.sum(dim=-1, keepdim=True)
-    no_key = row_sum == 0
-    row_sum = row_sum.masked_fill(no_key, 1.0)  # before the division and the log: their gradients stay finite
+    if sink is not None:
+        row_sum = row_sum + torch.exp(sinks - row_max)
+    no_weight = row_sum == 0
+    row_sum = row_sum.masked_fill(no_weight, 1.0)  # before the division and the log: their gradients stay finite
     acc = (weights.flatten(2, 3) @ v).view(batch, heads_k, group, rows, head_dim_v)
-    out = (acc / row_sum).masked_fill(no_key, 0.0)
-    lse = (row_max + torch.log(row_sum)).masked_fill(no_key, -math.inf)
+    out = (acc / row_sum).masked_fill(no_key | no_weight, 0.0)
+    lse = (row_max + torch.log(row_sum)).masked_fill(no_weight, -math.inf)
     return out.permute(0, 3, 1, 2, 4).reshape(batch, rows, heads, head_dim_v), lse.reshape(batch, heads, rows)
 
 

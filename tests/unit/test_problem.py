@@ -199,9 +199,14 @@ WRONG_OPTIONS = [
     ("num_splits", True, TypeError, ("must be int", "got bool")),
     ("softcap", "1", TypeError, ("float or int", "got str")),
     ("pack_gqa", True, NotImplementedError, ("pack_gqa=True", "accepted today: None and False")),
-    ("window_size", (128, 0), NotImplementedError, ("window_size=(128, 0)", "accepted today: (-1, -1)")),
-    ("attention_chunk", 64, NotImplementedError, ("attention_chunk=64", "accepted today: 0")),
-    ("softcap", 30.0, NotImplementedError, ("softcap=30.0", "accepted today: 0.0")),
+    ("window_size", (-1, -2), ValueError, ("(-1, -2)", "each side is -1 (without bound) or a number of keys")),
+    ("window_size", (1, 2, 3), TypeError, ("two ints (left, right)", "(1, 2, 3)")),
+    ("window_size", (1, None), TypeError, ("two ints (left, right)", "(1, None)")),
+    ("window_size", (True, 0), TypeError, ("two ints (left, right)", "(True, 0)")),
+    ("attention_chunk", -1, ValueError, ("is -1", "or 0 for no chunks")),
+    ("softcap", -1.0, ValueError, ("is -1.0", "finite numbers over 0")),
+    ("softcap", float("nan"), ValueError, ("is nan", "finite numbers over 0")),
+    ("softcap", float("inf"), ValueError, ("is inf", "finite numbers over 0")),
     ("num_splits", 4, NotImplementedError, ("num_splits=4", "accepted today: 1")),
 ]
 
@@ -216,7 +221,16 @@ def test_wrong_options(name: str, value: Any, error: type[Exception], fragments:
 
 
 @pytest.mark.parametrize(
-    "name, value", [("pack_gqa", False), ("deterministic", True), ("sm_margin", 8), ("softcap", 0)]
+    "name, value",
+    [
+        ("pack_gqa", False),
+        ("deterministic", True),
+        ("sm_margin", 8),
+        ("softcap", 0),
+        ("softcap", 30.0),
+        ("window_size", (128, 0)),
+        ("attention_chunk", 64),
+    ],
 )
 def test_accepted_options_arrive_unchanged(name: str, value: Any) -> None:
     assert getattr(validate({}, **{name: value}).options, name) == value
@@ -237,7 +251,44 @@ def test_an_unhashable_option_is_named() -> None:
         flash_attn_func(q, q, q, window_size=[-1, -1])
 
 
-@pytest.mark.parametrize("name", ["qv", "q_descale", "k_descale", "v_descale", "learnable_sink"])
+@pytest.mark.parametrize(
+    "name, value, fragment",
+    [
+        ("window_size", (128, 0), "window_size=(128, 0) is not there yet on CUDA tensors; accepted today: (-1, -1)"),
+        ("attention_chunk", 64, "attention_chunk=64 is not there yet on CUDA tensors; accepted today: 0"),
+        ("softcap", 30.0, "softcap=30.0 is not there yet on CUDA tensors; accepted today: 0.0"),
+        ("softcap", -30.0, "softcap is -30.0; accepted are finite numbers over 0"),
+    ],
+)
+def test_options_that_only_cpu_tensors_have(name: str, value: Any, fragment: str) -> None:
+    on_card = AttentionProblem(
+        facts((2, 5, 6, 64)), facts((2, 7, 3, 64)), facts((2, 7, 3, 32)), AttentionOptions(**{name: value})
+    )
+    with pytest.raises((NotImplementedError, ValueError)) as raised:
+        on_card.validate()
+    assert fragment in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "sink, device, error, fragment",
+    [
+        ([0.0] * 6, "cpu", TypeError, "learnable_sink must be a torch.Tensor or None, got list"),
+        (torch.zeros(6, dtype=torch.int64), "cpu", TypeError, "learnable_sink has dtype torch.int64"),
+        (torch.zeros(3), "cpu", ValueError, "learnable_sink has shape (3,); one number per head of q: (6,)"),
+        (torch.zeros(6), "cuda:0", ValueError, "learnable_sink is on cpu, q on cuda:0"),
+        (torch.zeros(6, device="meta"), "meta", NotImplementedError, "learnable_sink is not there yet on CUDA tensors"),
+    ],
+    ids=["type", "dtype", "shape", "device", "cuda"],
+)
+def test_wrong_sinks(sink: Any, device: str, error: type[Exception], fragment: str) -> None:
+    shapes = (2, 5, 6, 64), (2, 7, 3, 64), (2, 7, 3, 32)
+    problem = AttentionProblem(*(facts(shape, device=device) for shape in shapes), AttentionOptions())
+    with pytest.raises(error) as raised:
+        problem.check_sink(sink)
+    assert fragment in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["qv", "q_descale", "k_descale", "v_descale"])
 def test_tensor_arguments_that_are_not_there_yet_are_refused(name: str) -> None:
     q = torch.randn(1, 4, 2, 8)
     assert torch.equal(flash_attn_func(q, q, q, **{name: None}), flash_attn_func(q, q, q))

@@ -1,0 +1,178 @@
+"""Windows, chunks, softcap, sinks and packed inputs on CPU tensors, against attention row by row in fp64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashhopper import flash_attn_func, flash_attn_qkvpacked_func
+from flashhopper.reference import visible_keys
+
+F64 = torch.float64
+
+
+def sees(i: int, j: int, seqlen_q: int, seqlen_k: int, causal: bool, window: tuple[int, int], chunk: int) -> bool:
+    """Whether query i sees key j, from the definition."""
+    position = i + seqlen_k - seqlen_q
+    left, right = window
+    return (
+        (not causal or j <= position)
+        and (left < 0 or j >= position - left)
+        and (right < 0 or j <= position + right)
+        and (chunk == 0 or math.floor(j / chunk) == math.floor(position / chunk))
+    )
+
+
+def row_by_row(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out and LSE, one row of one head at a time."""
+    batch, seqlen_q, heads, head_dim = q.shape
+    seqlen_k, ratio = k.shape[1], heads // k.shape[2]
+    causal, window = options.get("causal", False), options.get("window_size", (-1, -1))
+    chunk, softcap = options.get("attention_chunk", 0), options.get("softcap", 0.0)
+    out = torch.zeros(batch, seqlen_q, heads, v.shape[3], dtype=F64)
+    lse = torch.full((batch, heads, seqlen_q), -math.inf, dtype=F64)
+    for b in range(batch):
+        for h in range(heads):
+            for i in range(seqlen_q):
+                keys = [j for j in range(seqlen_k) if sees(i, j, seqlen_q, seqlen_k, causal, window, chunk)]
+                scores = k[b, keys, h // ratio] @ q[b, i, h] / head_dim**0.5
+                if softcap:
+                    scores = softcap * torch.tanh(scores / softcap)
+                extra = scores if sink is None else torch.cat((scores, sink[h : h + 1]))
+                if len(extra):
+                    lse[b, h, i] = torch.logsumexp(extra, 0)
+                if keys:
+                    out[b, i, h] = torch.exp(scores - lse[b, h, i]) @ v[b, keys, h // ratio]
+    return out, lse
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "window": {"window_size": (3, 2)},
+    "left alone": {"window_size": (2, -1)},
+    "right alone": {"window_size": (-1, 1)},
+    "causal window": {"window_size": (4, 9), "causal": True},
+    "own key only": {"window_size": (0, 0)},
+    "chunks": {"attention_chunk": 4},
+    "causal chunks": {"attention_chunk": 5, "causal": True},
+    "chunks and window": {"attention_chunk": 6, "window_size": (2, 1)},
+    "softcap": {"softcap": 1.5},
+    "all": {"attention_chunk": 6, "window_size": (3, -1), "causal": True, "softcap": 0.7},
+}
+
+
+@pytest.mark.parametrize("with_sink", [False, True], ids=["", "sink"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(11, 11), (5, 13), (13, 5), (1, 9), (4, 1)])
+def test_against_row_by_row(seqlen_q: int, seqlen_k: int, options: dict[str, Any], with_sink: bool) -> None:
+    q, k, v = (
+        torch.randn(2, n, h, d, dtype=F64).requires_grad_()
+        for n, h, d in ((seqlen_q, 4, 16), (seqlen_k, 2, 16), (seqlen_k, 2, 8))
+    )
+    sink = torch.randn(4, dtype=F64).requires_grad_() if with_sink else None
+    inputs = [q, k, v] if sink is None else [q, k, v, sink]
+    weights = torch.randn(2, seqlen_q, 4, 8, dtype=F64), torch.randn(2, 4, seqlen_q, dtype=F64)
+
+    def loss(out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        return (out * weights[0]).sum() + (lse.masked_fill(lse == -math.inf, 0.0) * weights[1]).sum()
+
+    expected = row_by_row(q, k, v, sink, **options)
+    actual = flash_attn_func(q, k, v, return_lse=True, learnable_sink=sink, **options)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    ours, theirs = (torch.autograd.grad(loss(*result), inputs, allow_unused=True) for result in (actual, expected))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine is not None
+        torch.testing.assert_close(mine, torch.zeros_like(mine) if other is None else other, rtol=1e-10, atol=1e-12)
+
+
+def test_causal_is_the_window_without_right_side() -> None:
+    q, k, v = (torch.randn(2, n, 2, 16) for n in (9, 12, 12))
+    assert torch.equal(flash_attn_func(q, k, v, window_size=(-1, 0)), flash_attn_func(q, k, v, causal=True))
+    assert torch.equal(
+        flash_attn_func(q, k, v, causal=True, window_size=(3, 5)), flash_attn_func(q, k, v, window_size=(3, 0))
+    )
+
+
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    q, k, v = (torch.randn(2, n, 2, 16) for n in (12, 9, 9))  # three rows without a key
+    nothing = torch.full((2,), -math.inf)
+    with_sink = flash_attn_func(q, k, v, causal=True, return_lse=True, learnable_sink=nothing)
+    without = flash_attn_func(q, k, v, causal=True, return_lse=True)
+    assert torch.equal(with_sink[0], without[0])
+    assert torch.equal(with_sink[1], without[1])
+    assert (without[1][..., :3] == -math.inf).all()
+
+
+def test_rows_without_keys_have_the_sink_as_lse() -> None:
+    q, k, v = (torch.randn(2, n, 2, 16) for n in (12, 9, 9))
+    sink = torch.tensor([1.5, -2.0])
+    out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True, learnable_sink=sink)
+    assert out[:, :3].count_nonzero() == 0
+    assert torch.equal(lse[..., :3], sink[:, None].expand(2, 2, 3))
+
+
+@settings(deadline=None)
+@given(
+    seqlen_q=st.integers(0, 12),
+    seqlen_k=st.integers(0, 12),
+    causal=st.booleans(),
+    window=st.tuples(st.integers(-1, 5), st.integers(-1, 5)),
+    chunk=st.integers(0, 5),
+)
+def test_visible_keys(seqlen_q: int, seqlen_k: int, causal: bool, window: tuple[int, int], chunk: int) -> None:
+    starts, ends = visible_keys(seqlen_q, seqlen_k, causal=causal, window_size=window, attention_chunk=chunk)
+    for i in range(seqlen_q):
+        expected = [j for j in range(seqlen_k) if sees(i, j, seqlen_q, seqlen_k, causal, window, chunk)]
+        assert list(range(max(int(starts[i]), 0), min(int(ends[i]), seqlen_k))) == expected
+
+
+def test_long_sequences_are_cut_into_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (torch.randn(1, 40, 2, 16, dtype=F64) for _ in range(3))
+    options: dict[str, Any] = {"window_size": (6, 1), "attention_chunk": 16, "return_lse": True}
+    whole = flash_attn_func(q, k, v, **options)
+    monkeypatch.setattr("flashhopper.reference.CHUNK_SCORES", 2 * 40 * 7)
+    torch.testing.assert_close(flash_attn_func(q, k, v, **options), whole, rtol=1e-13, atol=1e-13)
+
+
+def test_packed_tensors() -> None:
+    qkv = torch.randn(2, 9, 3, 4, 16).requires_grad_()
+    grouped = torch.randn(2, 9, 4 + 2 * 2, 16).requires_grad_()
+    grad_out = torch.randn(2, 9, 4, 16)
+    for packed, num_heads_q, parts in (
+        (qkv, None, [qkv[:, :, i] for i in range(3)]),
+        (grouped, 4, [grouped[:, :, :4], grouped[:, :, 4:6], grouped[:, :, 6:]]),
+    ):
+        out, lse = flash_attn_qkvpacked_func(packed, 0.3, True, num_heads_q=num_heads_q, return_lse=True)
+        expected, expected_lse = flash_attn_func(*parts, 0.3, True, return_lse=True)
+        assert torch.equal(out, expected)
+        assert torch.equal(lse, expected_lse)
+        (mine,) = torch.autograd.grad(out, packed, grad_out)
+        (other,) = torch.autograd.grad(expected, packed, grad_out)
+        assert torch.equal(mine, other)
+        assert mine.abs().amin(dim=(0, 3)).count_nonzero() > 0
+
+
+@pytest.mark.parametrize(
+    "shape, num_heads_q, error, fragment",
+    [
+        ((2, 9, 4, 2, 16), None, ValueError, "with 5 dimensions it is (batch, seqlen, 3, heads, head_dim)"),
+        ((2, 9, 3, 2, 16), 2, ValueError, "num_heads_q is 2; with qkv of 5 dimensions it must be None"),
+        ((2, 9, 48), None, ValueError, "accepted are 5 dimensions, or 4 with num_heads_q"),
+        ((2, 9, 8, 16), None, TypeError, "num_heads_q must be an int for qkv of 4 dimensions, got NoneType"),
+        ((2, 9, 8, 16), True, TypeError, "num_heads_q must be an int for qkv of 4 dimensions, got bool"),
+        ((2, 9, 8, 16), 5, ValueError, "with 8 heads; num_heads_q=5 leaves no k and v alike"),
+        ((2, 9, 8, 16), 8, ValueError, "with 8 heads; num_heads_q=8 leaves no k and v alike"),
+        ((2, 9, 8, 16), 0, ValueError, "num_heads_q=0 leaves no k and v alike"),
+        ((2, 9, 8, 16), 3, ValueError, "num_heads_q=3 leaves no k and v alike"),
+    ],
+)
+def test_wrong_packed_tensors(shape: tuple[int, ...], num_heads_q: Any, error: type[Exception], fragment: str) -> None:
+    with pytest.raises(error) as raised:
+        flash_attn_qkvpacked_func(torch.zeros(shape), num_heads_q=num_heads_q)
+    assert fragment in str(raised.value)
