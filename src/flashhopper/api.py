@@ -57,7 +57,8 @@ def flash_attn_func(
         num_splits, pack_gqa: FA3's names; only the defaults are accepted today (``pack_gqa=False`` too).
         deterministic: the backward adds the parts of dq in a fixed order, so that the same inputs give the same bits.
             Without it dq may differ in the last bits from run to run; dk, dv and the forward never do.
-        sm_margin: multiprocessors to leave to other work, at least 0.
+        sm_margin: multiprocessors to leave to other work, at least 0. The backward's short kernels before and after its
+            main one use all.
         return_attn_probs: FA3's name for ``return_lse``.
         return_lse: return ``(out, lse)``.
 

@@ -220,10 +220,8 @@ class BackwardConfig:
     num_dq_stages: int = 1
     """Staging tiles of dQ. With 2 the next one is written while the copy engine reads this one."""
     warpgroup_order: WarpgroupOrder = "free"
-    """How consumers of ``split="keys"`` are kept apart, so that one's softmax runs under another's GEMMs; as in
-    :class:`ForwardConfig`."""
-    overlap_gemm_softmax: bool = False
-    """With ``split="keys"``: compute P of the next query block under dK += dSᵀ Q. Where registers allow it."""
+    """``stagger``: with ``split="keys"`` the second consumer's first GEMM of a tile waits for the first's. Turns in
+    every block (``ping_pong``) were never faster and are not there."""
     group_waves: int = 2
     """Size of the group of key heads worked on at a time: as many as give each SM this many tiles, if L2 holds them."""
 
@@ -266,10 +264,14 @@ class BackwardConfig:
         keys = {"keys": 128, "operands": 64}[self.split]
         if self.tile_n != keys:
             problems.append(f"tile_n={self.tile_n} must be {keys} with split={self.split!r}")
-        if head_dim % self.dq_columns or self.dq_columns > 128:
-            problems.append(f"dq_columns={self.dq_columns} must divide head_dim={head_dim} and be at most 128")
-        if self.split == "operands" and (self.warpgroup_order != "free" or self.overlap_gemm_softmax):
-            problems.append("warpgroup_order and overlap_gemm_softmax are for split='keys'")
+        if self.dq_columns % 32 or not 32 <= self.dq_columns <= 128 or head_dim % self.dq_columns:
+            problems.append(f"dq_columns={self.dq_columns} must be 32, 64, 96 or 128 and divide head_dim={head_dim}")
+        elif self.dq_columns == 96 and head_dim != 96:
+            problems.append("dq_columns=96 would cut the 64-column blocks of a head_dim other than 96")
+        if self.group_waves < 1:
+            problems.append(f"group_waves={self.group_waves} must be at least 1")
+        if self.warpgroup_order == "ping_pong" or (self.split == "operands" and self.warpgroup_order != "free"):
+            problems.append(f"warpgroup_order={self.warpgroup_order!r}: only 'free', and with split='keys' 'stagger'")
         for name in ("num_q_stages", "num_do_stages", "num_ds_stages", "num_dq_stages"):
             if not 1 <= getattr(self, name) <= 4:
                 problems.append(f"{name}={getattr(self, name)} must be from 1 to 4")

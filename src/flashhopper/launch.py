@@ -39,9 +39,9 @@ def forward_with_sink(
 ) -> ForwardResult:
     """:func:`forward` with a sink ``(heads,)``, which only CPU tensors have today."""
     problem = AttentionProblem.from_tensors(q, k, v, options)
-    plan = _plan_of(problem, None)
-    problem.check_sink(learnable_sink)
-    return plan(q, k, v, learnable_sink)
+    problem.validate()
+    problem.check_sink(learnable_sink)  # before anything is compiled
+    return _plan_of(problem, None)(q, k, v, learnable_sink)
 
 
 def types_of(options: AttentionOptions) -> tuple[type, ...]:

@@ -29,9 +29,10 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
         if grad_out is None and grad_lse is None:
             return None, None, None, None
+        q, k, v, out, lse = ctx.saved_tensors  # once: checkpointing and offloading unpack what they saved a single time
         if grad_out is None:
-            grad_out = torch.zeros_like(ctx.saved_tensors[3])
-        gradients = _AttentionBackward.apply(grad_out, *ctx.saved_tensors, ctx.options, grad_lse)
+            grad_out = torch.zeros_like(out)
+        gradients = _AttentionBackward.apply(grad_out, q, k, v, out, lse, ctx.options, grad_lse)
         needed = zip(gradients, ctx.needs_input_grad, strict=False)
         return *(gradient if is_needed else None for gradient, is_needed in needed), None
 

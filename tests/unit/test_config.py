@@ -264,11 +264,11 @@ def test_backward_registers(row: BackwardRow) -> None:
         (replace(BACKWARD, tile_m=80), 128, "tile_m=80 must be 64 or 128"),
         (replace(BACKWARD, tile_n=64), 128, "tile_n=64 must be 128 with split='keys'"),
         (BackwardConfig(64, 128, "operands"), 128, "tile_n=128 must be 64 with split='operands'"),
-        (replace(BACKWARD, dq_columns=96), 128, "dq_columns=96 must divide head_dim=128"),
+        (replace(BACKWARD, dq_columns=96), 128, "dq_columns=96 must be 32, 64, 96 or 128 and divide head_dim=128"),
         (
             BackwardConfig(64, 64, "operands", dq_columns=192),
             192,
-            "dq_columns=192 must divide head_dim=192 and be at most",
+            "dq_columns=192 must be 32, 64, 96 or 128",
         ),
         (replace(BACKWARD, num_q_stages=5), 128, "num_q_stages=5 must be from 1 to 4"),
         (replace(BACKWARD, num_dq_stages=0), 128, "num_dq_stages=0 must be from 1 to 4"),
@@ -278,7 +278,15 @@ def test_backward_registers(row: BackwardRow) -> None:
             "needs 248832 bytes of shared memory, the card has 232448",
         ),
         (replace(BACKWARD, tile_m=128), 128, "accumulators, P and dS take 224 of 208 registers"),
-        (BackwardConfig(64, 64, "operands", warpgroup_order="stagger"), 256, "are for split='keys'"),
+        (
+            BackwardConfig(64, 64, "operands", warpgroup_order="stagger"),
+            256,
+            "only 'free', and with split='keys' 'stagger'",
+        ),
+        (replace(BACKWARD, warpgroup_order="ping_pong"), 128, "warpgroup_order='ping_pong': only 'free'"),
+        (replace(BACKWARD, group_waves=0), 128, "group_waves=0 must be at least 1"),
+        (BackwardConfig(64, 64, "operands", dq_columns=96), 192, "dq_columns=96 would cut the 64-column blocks"),
+        (replace(BACKWARD, dq_columns=8), 128, "dq_columns=8 must be 32, 64, 96 or 128 and divide head_dim=128"),
     ],
 )
 def test_backward_that_cannot_run(config: BackwardConfig, head_dim: int, message: str) -> None:

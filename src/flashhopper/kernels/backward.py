@@ -12,16 +12,10 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, mak
 from flashhopper.config import ELEMENT_BYTES, ROWS_PER_WARPGROUP, WARPGROUP_THREADS, BackwardSpec
 from flashhopper.kernels.backward_cta import BackwardCta, BackwardExtents, BackwardRings, TileSlot
 from flashhopper.kernels.backward_dq import DqAdder, DqTiles, DqWarpgroup
+from flashhopper.kernels.backward_keys import KeysConsumer
 from flashhopper.kernels.backward_load import BackwardOperands, BackwardProducer, RowStatistics
-from flashhopper.kernels.backward_mma import (
-    BackwardMmas,
-    BackwardTiles,
-    GradientOutputs,
-    KeyConsumer,
-    KeysConsumer,
-    ValueConsumer,
-    transposed,
-)
+from flashhopper.kernels.backward_mma import BackwardMmas, BackwardTiles, GradientOutputs, transposed
+from flashhopper.kernels.backward_operands import KeyConsumer, ValueConsumer
 from flashhopper.kernels.backward_smem import BackwardLayouts, make_backward_storage
 from flashhopper.kernels.forward import ELEMENTS
 from flashhopper.kernels.load import TmaOperand

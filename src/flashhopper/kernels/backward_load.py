@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 
 from flashhopper.kernels import ptx
 from flashhopper.kernels.backward_cta import BackwardCta
@@ -39,7 +39,7 @@ class BackwardProducer:
     """Tile after tile: K and V once, then Q and dO of every query block that sees the tile's keys, head after head."""
 
     def __init__(self, cta: BackwardCta, operands: BackwardOperands, grid: TileGrid, counter: cute.Pointer):
-        """``counter``: the number of tiles claimed beyond the first of each CTA, zero before the launch."""
+        """``counter``: the number of tiles claimed, zero before the launch."""
         self.cta, self.operands, self.grid, self.counter = cta, operands, grid, counter
         self.lane = cute.arch.lane_idx()
 
@@ -49,7 +49,7 @@ class BackwardProducer:
         config = self.cta.spec.config
         q_state, do_state = RingState.start(config.num_q_stages), RingState.start(config.num_do_stages)
         k_state, v_state = RingState.start(1), RingState.start(1)
-        tile, _, _ = cute.arch.block_idx()
+        tile = self.first_tile()
         while tile < self.grid.num_tiles:
             v_state, q_state, do_state = self.load_tile(tile, k_state, v_state, q_state, do_state)
             k_state = k_state.next()
@@ -62,13 +62,24 @@ class BackwardProducer:
         self.cta.rings.dO.drain(do_state)
 
     @cute.jit
+    def first_tile(self):
+        """The CTA's own, unless tiles wait for lower ones: then only a claim says that those are running."""
+        tile, _, _ = cute.arch.block_idx()
+        if const_expr(self.cta.spec.deterministic):
+            tile = self.claim()
+        return tile
+
+    @cute.jit
     def claim(self):
         """The next tile's number; past the end if none is left."""
         tile = Int32(0)
         if self.lane == 0:
             tile = ptx.atomic_increment(self.counter)
-        num_ctas, _, _ = cute.arch.grid_dim()
-        return cute.arch.shuffle_sync(tile, 0) + num_ctas
+        tile = cute.arch.shuffle_sync(tile, 0)
+        if const_expr(not self.cta.spec.deterministic):
+            num_ctas, _, _ = cute.arch.grid_dim()
+            tile = tile + num_ctas
+        return tile
 
     @cute.jit
     def load_tile(self, tile: Int32, k_state: RingState, v_state: RingState, q_state: RingState, do_state: RingState):

@@ -1,21 +1,18 @@
-"""The consumers of the backward: Sᵀ = K Qᵀ, dPᵀ = V dOᵀ, dV += Pᵀ dO and dK += dSᵀ Q on 64 keys."""
+"""What the consumers of the backward have in common: Sᵀ = K Qᵀ, dPᵀ = V dOᵀ, dV += Pᵀ dO and dK += dSᵀ Q are theirs."""
 
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Float32, Int32, const_expr
-from cutlass.cute.nvgpu import warp, warpgroup
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warp
 
 from flashhopper.config import ROWS_PER_WARPGROUP, WARPGROUP_THREADS, BackwardConfig
 from flashhopper.kernels import ptx
-from flashhopper.kernels.backward_cta import NUM_CONSUMERS, BackwardCta, KeyTile, TileSlot
+from flashhopper.kernels.backward_cta import BackwardCta, KeyTile, TileSlot
 from flashhopper.kernels.backward_epilogue import write_rows
-from flashhopper.kernels.backward_scores import ScoreMath, pack, packed
-from flashhopper.kernels.backward_smem import BackwardBarrier
-from flashhopper.kernels.gemm import gemm
+from flashhopper.kernels.backward_scores import ScoreMath, pack
 from flashhopper.kernels.pipeline import RingState
-from flashhopper.kernels.turns import TurnTaking
 from flashhopper.kernels.values import DynamicValues
 
 
@@ -66,14 +63,14 @@ class ConsumerState(DynamicValues):
         return cls(Int32(0), *(RingState.start(n) for n in stages))
 
     @cute.jit
-    def next(self, num_steps: Int32):
-        """The state of the following step; the step within the head wraps."""
+    def next(self, num_blocks: Int32):
+        """The state of the following step; the step within the head, of ``num_blocks``, wraps."""
         step = self.step + 1
-        step = Int32(0) if step == num_steps else step
+        step = Int32(0) if step == num_blocks else step
         return ConsumerState(step, self.q.next(), self.do.next(), self.ds.next())
 
 
-class _Consumer:
+class BackwardConsumer:
     """What the consumers have in common: their keys, the operands they read, and the way their results take."""
 
     def __init__(
@@ -98,7 +95,6 @@ class _Consumer:
         self.math = ScoreMath(cta, (tiles.sLSE, tiles.sDelta), scale_log2, self.key, self.lane)
         self.scores_shape = (config.tile_n, config.tile_m)
         self.exchanged_P = tiles.sP[None, self.thread, None]
-        self.overlaps = config.overlap_gemm_softmax
         self.skips = cta.spec.causal and config.key_groups > 1  # else every query block visited sees these keys
 
     def a_operand(self, tile: cute.Tensor) -> cute.Tensor:
@@ -180,22 +176,16 @@ class _Consumer:
 
     @cute.jit
     def visit(self, tile: KeyTile, n_block: Int32, state):
-        """Every step of a tile, head after head. With overlap the last one is apart: it has no next one to look at."""
+        """Every step of a tile, head after head."""
         place = (tile, n_block)
-        if const_expr(self.overlaps):
-            self.first_step(place, state, Int32(0))
-            for number in cutlass.range(1, tile.num_steps, unroll=1):
-                state = self.step(place, state, number, False)
-            state = self.step(place, state, tile.num_steps, True)
-        else:
-            for number in cutlass.range(tile.num_steps, unroll=1):
-                if const_expr(self.skips):
-                    if self.sees_nothing(place, state.step):
-                        state = self.skip(place, state, number)
-                    else:
-                        state = self.step(place, state, number, False)
+        for number in cutlass.range(tile.num_steps, unroll=1):
+            if const_expr(self.skips):
+                if self.sees_nothing(place, state.step):
+                    state = self.skip(place, state, number)
                 else:
-                    state = self.step(place, state, number, False)
+                    state = self.step(place, state, number)
+            else:
+                state = self.step(place, state, number)
         return state
 
     @cute.jit
@@ -229,234 +219,3 @@ class _Consumer:
         cute.copy(self.write_dS, self.source_dS, self.target_dS[None, None, None, state.ds.stage])
         ptx.fence_async_shared()
         self.cta.rings.dS.commit(state.ds, self.lane)
-
-
-class KeysConsumer(_Consumer):
-    """All four products of one warpgroup's 64 keys."""
-
-    def __init__(
-        self,
-        cta: BackwardCta,
-        mmas: BackwardMmas,
-        tiles: BackwardTiles,
-        outputs: GradientOutputs,
-        scale_log2: Float32,
-        consumer: Int32,
-    ):
-        """``consumer`` counts the consumer warpgroups."""
-        super().__init__(cta, mmas, tiles, outputs, scale_log2, key_group=consumer)
-        spec = cta.spec
-        self.desc_K, self.desc_V = self.a_operand(tiles.sK), self.a_operand(tiles.sV)
-        self.desc_Q, self.desc_dO = self.b_operand(tiles.sQ), self.b_operand(tiles.sdO)
-        self.desc_Qt = mmas.mma_dK.make_fragment_B(self.thr_dK.partition_B(transposed(tiles.sQ)))
-        self.desc_dOt = mmas.mma_dV.make_fragment_B(self.thr_dV.partition_B(transposed(tiles.sdO)))
-        # S and dP take turns in the same registers: a WGMMA that starts from zero keeps its accumulator alive before.
-        self.acc_S = self.scores()
-        self.acc_dK = self.accumulator(mmas.mma_dK, spec.head_dim)
-        self.acc_dV = self.accumulator(mmas.mma_dV, spec.head_dim_v)
-        self.rP, self.rdS = self.probabilities_operand(), self.probabilities_operand()
-        self.write_dS, self.source_dS, self.target_dS = self.score_writer(self.acc_S, self.rdS)
-        self.turns = TurnTaking(spec.config.warpgroup_order, NUM_CONSUMERS, consumer, BackwardBarrier.TURN)
-
-    def start(self) -> None:
-        self.turns.start()
-
-    def clear(self) -> None:
-        self.acc_dK.fill(0.0)
-        self.acc_dV.fill(0.0)
-
-    @cute.jit
-    def write(self, n_block: Int32, head: Int32, batch: Int32):
-        coord = (n_block, head, batch)
-        self.write_gradient(self.acc_dV, self.outputs.mdV, coord, Float32(1.0))
-        self.write_gradient(self.acc_dK, self.outputs.mdK, coord, self.outputs.softmax_scale)
-
-    def sees_nothing(self, place: tuple, step: Int32):
-        """Whether a causal mask hides all of this warpgroup's keys from the query block of a step."""
-        tile, n_block = place
-        config = self.cta.spec.config
-        first_key = n_block * config.tile_n + ROWS_PER_WARPGROUP * self.key_group
-        end_query = (self.cta.m_block(tile, step) + 1) * config.tile_m
-        return first_key >= end_query + self.cta.seqlen_k - self.cta.seqlen_q
-
-    @cute.jit
-    def skip(self, place: tuple, state, number: Int32):
-        """A step in which these keys are not seen: nothing but zeros for the dQ warpgroup."""
-        self.cta.rings.Q.wait(state.q)
-        if number == 0:
-            self.turns.await_tile(0)
-            self.turns.pass_tile(0)
-        self.turns.await_block()
-        self.turns.pass_block()
-        self.release(self.cta.rings.Q, state.q)
-        self.cta.rings.dO.wait(state.do)
-        self.release(self.cta.rings.dO, state.do)
-        self.rdS.fill(0.0)
-        self.send_score_gradients(state)
-        return state.next(place[0].num_blocks)
-
-    @cute.jit
-    def first_step(self, place: tuple, state, number: Int32):
-        """P of a step, with nothing of this warpgroup's to overlap it."""
-        self.cta.rings.Q.wait(state.q)
-        if number == 0:
-            self.turns.await_tile(0)
-        self.turns.await_block()
-        self.issue_scores(state)
-        lse = self.math.load_rows(self.math.sLSE, state.q.stage)
-        warpgroup.wait_group(0)
-        self.turns.pass_block()
-        if number == 0:
-            self.turns.pass_tile(0)
-        self.to_probabilities(place, state, self.acc_S, lse, self.rP)
-
-    @cute.jit
-    def issue_scores(self, state):
-        """Sᵀ = K Qᵀ as one WGMMA group."""
-        warpgroup.fence()
-        gemm(self.mmas.mma_S, self.acc_S, self.desc_K, self.desc_Q[None, None, None, state.q.stage], True)
-
-    @cute.jit
-    def step(self, place: tuple, state, number: Int32, last: Constexpr[bool]):
-        """dV and dK of one query block: dS is computed under dV += Pᵀ dO.
-
-        With overlap P of the next block is computed under dK += dSᵀ Q; else this begins with P of its own.
-        """
-        rings = self.cta.rings
-        stage_Q, stage_dO = state.q.stage, state.do.stage
-        following = state.next(place[0].num_blocks)
-        looks_ahead = const_expr(self.overlaps and not last)
-        if const_expr(not self.overlaps):
-            self.first_step(place, state, number)
-        rings.dO.wait(state.do)
-        warpgroup.fence()
-        gemm(self.mmas.mma_S, self.acc_S, self.desc_V, self.desc_dO[None, None, None, stage_dO], True)
-        gemm(self.mmas.mma_dV, self.acc_dV, self.rP, self.desc_dOt[None, None, None, stage_dO], False)
-        delta = self.math.load_rows(self.math.sDelta, stage_dO)
-        warpgroup.wait_group(1)
-        self.to_score_gradients(place, state, self.acc_S, delta, packed(self.rP), self.rdS)
-        if const_expr(looks_ahead):
-            rings.Q.wait(following.q)
-            self.turns.await_block()
-            self.issue_scores(following)
-        warpgroup.fence()
-        gemm(self.mmas.mma_dK, self.acc_dK, self.rdS, self.desc_Qt[None, None, None, stage_Q], False)
-        self.send_score_gradients(state)
-        if const_expr(looks_ahead):
-            lse = self.math.load_rows(self.math.sLSE, following.q.stage)
-            warpgroup.wait_group(1)
-            self.release(rings.dO, state.do)
-            self.turns.pass_block()
-            self.to_probabilities(place, following, self.acc_S, lse, self.rP)
-        else:
-            warpgroup.wait_group(1)
-            self.release(rings.dO, state.do)
-        warpgroup.wait_group(0)
-        self.release(rings.Q, state.q)
-        return following
-
-
-class ValueConsumer(_Consumer):
-    """S, P and dV of the tile's 64 keys; hands P to the :class:`KeyConsumer`."""
-
-    def __init__(
-        self,
-        cta: BackwardCta,
-        mmas: BackwardMmas,
-        tiles: BackwardTiles,
-        outputs: GradientOutputs,
-        scale_log2: Float32,
-    ):
-        super().__init__(cta, mmas, tiles, outputs, scale_log2, key_group=Int32(0))
-        self.desc_K, self.desc_Q = self.a_operand(tiles.sK), self.b_operand(tiles.sQ)
-        self.desc_dOt = mmas.mma_dV.make_fragment_B(self.thr_dV.partition_B(transposed(tiles.sdO)))
-        self.acc_S, self.acc_dV = self.scores(), self.accumulator(mmas.mma_dV, cta.spec.head_dim_v)
-        self.rP = self.probabilities_operand()
-
-    @cute.jit
-    def wait_values(self, v_state: RingState):
-        """V is the other consumer's."""
-
-    @cute.jit
-    def release_values(self, v_state: RingState):
-        """V is the other consumer's."""
-
-    def clear(self) -> None:
-        self.acc_dV.fill(0.0)
-
-    @cute.jit
-    def write(self, n_block: Int32, head: Int32, batch: Int32):
-        self.write_gradient(self.acc_dV, self.outputs.mdV, (n_block, head, batch), Float32(1.0))
-
-    @cute.jit
-    def step(self, place: tuple, state, number: Int32, last: Constexpr[bool]):
-        """One query block."""
-        rings = self.cta.rings
-        rings.Q.wait(state.q)
-        warpgroup.fence()
-        gemm(self.mmas.mma_S, self.acc_S, self.desc_K, self.desc_Q[None, None, None, state.q.stage], True)
-        lse = self.math.load_rows(self.math.sLSE, state.q.stage)
-        warpgroup.wait_group(0)
-        self.to_probabilities(place, state, self.acc_S, lse, self.rP)
-        self.release(rings.Q, state.q)
-        ptx.named_barrier_wait(BackwardBarrier.P_EMPTY, NUM_CONSUMERS * WARPGROUP_THREADS)
-        self.copy_words(packed(self.rP), self.exchanged_P)
-        ptx.named_barrier_arrive(BackwardBarrier.P_FULL, NUM_CONSUMERS * WARPGROUP_THREADS)
-        rings.dO.wait(state.do)
-        warpgroup.fence()
-        gemm(self.mmas.mma_dV, self.acc_dV, self.rP, self.desc_dOt[None, None, None, state.do.stage], False)
-        warpgroup.wait_group(0)
-        self.release(rings.dO, state.do)
-        return state.next(place[0].num_blocks)
-
-
-class KeyConsumer(_Consumer):
-    """dP, dS and dK of the tile's 64 keys; dS also goes to the dQ warpgroup."""
-
-    def __init__(
-        self,
-        cta: BackwardCta,
-        mmas: BackwardMmas,
-        tiles: BackwardTiles,
-        outputs: GradientOutputs,
-        scale_log2: Float32,
-    ):
-        super().__init__(cta, mmas, tiles, outputs, scale_log2, key_group=Int32(0))
-        self.desc_V, self.desc_dO = self.a_operand(tiles.sV), self.b_operand(tiles.sdO)
-        self.desc_Qt = mmas.mma_dK.make_fragment_B(self.thr_dK.partition_B(transposed(tiles.sQ)))
-        self.acc_dP, self.acc_dK = self.scores(), self.accumulator(mmas.mma_dK, cta.spec.head_dim)
-        self.rP, self.rdS = self.probabilities_operand(), self.probabilities_operand()
-        self.write_dS, self.source_dS, self.target_dS = self.score_writer(self.acc_dP, self.rdS)
-
-    def start(self) -> None:
-        """The exchange tile of P is free."""
-        ptx.named_barrier_arrive(BackwardBarrier.P_EMPTY, NUM_CONSUMERS * WARPGROUP_THREADS)
-
-    def clear(self) -> None:
-        self.acc_dK.fill(0.0)
-
-    @cute.jit
-    def write(self, n_block: Int32, head: Int32, batch: Int32):
-        self.write_gradient(self.acc_dK, self.outputs.mdK, (n_block, head, batch), self.outputs.softmax_scale)
-
-    @cute.jit
-    def step(self, place: tuple, state, number: Int32, last: Constexpr[bool]):
-        """One query block."""
-        rings = self.cta.rings
-        rings.dO.wait(state.do)
-        warpgroup.fence()
-        gemm(self.mmas.mma_S, self.acc_dP, self.desc_V, self.desc_dO[None, None, None, state.do.stage], True)
-        ptx.named_barrier_wait(BackwardBarrier.P_FULL, NUM_CONSUMERS * WARPGROUP_THREADS)
-        self.copy_words(self.exchanged_P, packed(self.rP))
-        ptx.named_barrier_arrive(BackwardBarrier.P_EMPTY, NUM_CONSUMERS * WARPGROUP_THREADS)
-        warpgroup.wait_group(0)
-        delta = self.math.load_rows(self.math.sDelta, state.do.stage)  # only now: before, there are no registers left
-        self.to_score_gradients(place, state, self.acc_dP, delta, packed(self.rP), self.rdS)
-        self.release(rings.dO, state.do)
-        rings.Q.wait(state.q)
-        warpgroup.fence()
-        gemm(self.mmas.mma_dK, self.acc_dK, self.rdS, self.desc_Qt[None, None, None, state.q.stage], False)
-        self.send_score_gradients(state)
-        warpgroup.wait_group(0)
-        self.release(rings.Q, state.q)
-        return state.next(place[0].num_blocks)

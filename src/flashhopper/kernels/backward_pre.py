@@ -89,10 +89,12 @@ class PreprocessKernel:
             lse = Float32.inf
             if row < seqlen:
                 natural = mLSE[batch, head, row]
-                if natural != -Float32.inf:
-                    lse = natural * LOG2_E
                 if const_expr(self.spec.has_lse_grad):
                     delta = delta - mdLSE[batch, head, row]
+                if natural != -Float32.inf:
+                    lse = natural * LOG2_E
+                else:
+                    delta = Float32(0.0)  # whatever came in: what merges partial results sends NaN for such rows
             if tidx % self.threads_per_row == 0:
                 mLSE_log2[batch, head, row] = lse
                 mDelta[batch, head, row] = delta

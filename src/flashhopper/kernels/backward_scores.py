@@ -95,9 +95,11 @@ class ScoreMath:
 
     @cute.jit
     def gradients(self, acc_dP: cute.Tensor, words_P: cute.Tensor, element: Any, delta: cute.Tensor):
-        """dP to dS = P · (dP - delta) in place; P comes packed, as the second product reads it."""
-        values = flat(acc_dP)
+        """dP to dS = P · (dP - delta) in place; P comes packed, as the second product reads it. ``delta`` (2, pairs)
+        is in registers or in shared memory."""
+        values, rows = flat(acc_dP), cute.make_rmem_tensor((2,), Float32)
         for j in cutlass.range_constexpr(self.pairs):
+            cute.autovec_copy(delta[None, j], rows)
             for x in cutlass.range_constexpr(4):
                 p = ptx.unpack_16bit(words_P[2 * j + x // 2], x % 2 == 1, element)
-                values[4 * j + x] = p * (values[4 * j + x] - delta[x % 2, j])
+                values[4 * j + x] = p * (values[4 * j + x] - rows[x % 2])

@@ -1,0 +1,117 @@
+"""Consumers that split the keys: all four products of one warpgroup's 64 keys."""
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warpgroup
+
+from flashhopper.config import ROWS_PER_WARPGROUP
+from flashhopper.kernels.backward_cta import NUM_CONSUMERS, BackwardCta
+from flashhopper.kernels.backward_mma import (
+    BackwardConsumer,
+    BackwardMmas,
+    BackwardTiles,
+    GradientOutputs,
+    transposed,
+)
+from flashhopper.kernels.backward_scores import packed
+from flashhopper.kernels.backward_smem import BackwardBarrier
+from flashhopper.kernels.gemm import gemm
+from flashhopper.kernels.turns import TurnTaking
+
+
+class KeysConsumer(BackwardConsumer):
+    """All four products of one warpgroup's 64 keys."""
+
+    def __init__(
+        self,
+        cta: BackwardCta,
+        mmas: BackwardMmas,
+        tiles: BackwardTiles,
+        outputs: GradientOutputs,
+        scale_log2: Float32,
+        consumer: Int32,
+    ):
+        """``consumer`` counts the consumer warpgroups."""
+        super().__init__(cta, mmas, tiles, outputs, scale_log2, key_group=consumer)
+        spec = cta.spec
+        self.desc_K, self.desc_V = self.a_operand(tiles.sK), self.a_operand(tiles.sV)
+        self.desc_Q, self.desc_dO = self.b_operand(tiles.sQ), self.b_operand(tiles.sdO)
+        self.desc_Qt = mmas.mma_dK.make_fragment_B(self.thr_dK.partition_B(transposed(tiles.sQ)))
+        self.desc_dOt = mmas.mma_dV.make_fragment_B(self.thr_dV.partition_B(transposed(tiles.sdO)))
+        # S and dP take turns in the same registers: a WGMMA that starts from zero keeps its accumulator alive before.
+        self.acc_S = self.scores()
+        self.acc_dK = self.accumulator(mmas.mma_dK, spec.head_dim)
+        self.acc_dV = self.accumulator(mmas.mma_dV, spec.head_dim_v)
+        self.rP, self.rdS = self.probabilities_operand(), self.probabilities_operand()
+        self.write_dS, self.source_dS, self.target_dS = self.score_writer(self.acc_S, self.rdS)
+        self.turns = TurnTaking(spec.config.warpgroup_order, NUM_CONSUMERS, consumer, BackwardBarrier.TURN)
+
+    def clear(self) -> None:
+        self.acc_dK.fill(0.0)
+        self.acc_dV.fill(0.0)
+
+    @cute.jit
+    def write(self, n_block: Int32, head: Int32, batch: Int32):
+        coord = (n_block, head, batch)
+        self.write_gradient(self.acc_dV, self.outputs.mdV, coord, Float32(1.0))
+        self.write_gradient(self.acc_dK, self.outputs.mdK, coord, self.outputs.softmax_scale)
+
+    def sees_nothing(self, place: tuple, step: Int32):
+        """Whether a causal mask hides all of this warpgroup's keys from the query block of a step."""
+        tile, n_block = place
+        config = self.cta.spec.config
+        first_key = n_block * config.tile_n + ROWS_PER_WARPGROUP * self.key_group
+        end_query = (self.cta.m_block(tile, step) + 1) * config.tile_m
+        return first_key >= end_query + self.cta.seqlen_k - self.cta.seqlen_q
+
+    @cute.jit
+    def skip(self, place: tuple, state, number: Int32):
+        """A step in which these keys are not seen: nothing but zeros for the dQ warpgroup."""
+        self.cta.rings.Q.wait(state.q)
+        if number == 0:
+            self.turns.await_tile(0)
+            self.turns.pass_tile(0)
+        self.release(self.cta.rings.Q, state.q)
+        self.cta.rings.dO.wait(state.do)
+        self.release(self.cta.rings.dO, state.do)
+        self.rdS.fill(0.0)
+        self.send_score_gradients(state)
+        return state.next(place[0].num_blocks)
+
+    @cute.jit
+    def compute_probabilities(self, place: tuple, state, number: Int32):
+        """Sᵀ = K Qᵀ and P of a step, in turn with the other consumer if the order asks for it."""
+        self.cta.rings.Q.wait(state.q)
+        if number == 0:
+            self.turns.await_tile(0)
+        warpgroup.fence()
+        gemm(self.mmas.mma_S, self.acc_S, self.desc_K, self.desc_Q[None, None, None, state.q.stage], True)
+        lse = self.math.load_rows(self.math.sLSE, state.q.stage)
+        warpgroup.wait_group(0)
+        if number == 0:
+            self.turns.pass_tile(0)
+        self.to_probabilities(place, state, self.acc_S, lse, self.rP)
+
+    @cute.jit
+    def step(self, place: tuple, state, number: Int32):
+        """One query block: dS is computed under dV += Pᵀ dO, and sent under dK += dSᵀ Q. Everything else runs under the
+        products of the other warpgroups."""
+        rings = self.cta.rings
+        stage_Q, stage_dO = state.q.stage, state.do.stage
+        following = state.next(place[0].num_blocks)
+        self.compute_probabilities(place, state, number)
+        rings.dO.wait(state.do)
+        warpgroup.fence()
+        gemm(self.mmas.mma_S, self.acc_S, self.desc_V, self.desc_dO[None, None, None, stage_dO], True)
+        gemm(self.mmas.mma_dV, self.acc_dV, self.rP, self.desc_dOt[None, None, None, stage_dO], False)
+        delta = self.math.load_rows(self.math.sDelta, stage_dO)
+        warpgroup.wait_group(1)
+        self.to_score_gradients(place, state, self.acc_S, delta, packed(self.rP), self.rdS)
+        warpgroup.fence()
+        gemm(self.mmas.mma_dK, self.acc_dK, self.rdS, self.desc_Qt[None, None, None, stage_Q], False)
+        self.send_score_gradients(state)
+        warpgroup.wait_group(1)
+        self.release(rings.dO, state.do)
+        warpgroup.wait_group(0)
+        self.release(rings.Q, state.q)
+        return following
