@@ -183,7 +183,7 @@ class KernelSpec:
 
 
 # Producer, dQ warpgroup and consumers. With all four products a consumer of head_dim 128 spilled at 200.
-_BACKWARD_ROLE_REGISTERS = {"keys": (24, 72, 208), "operands": (32, 96, 192)}
+_BACKWARD_ROLE_REGISTERS = {"keys": (24, 72, 208), "operands": (40, 88, 192), "wide": (32, 96, 192)}
 
 
 def _round_up(value: int, unit: int) -> int:
@@ -236,7 +236,7 @@ class BackwardConfig:
 
     def registers(self) -> BackwardRegisters:
         """Registers per thread at entry and per role; 128 at entry is what 512 threads can have."""
-        case = "operands" if self.split == "operands" or self.dq_columns > 64 else "keys"
+        case = "wide" if self.dq_columns > 64 else self.split
         return BackwardRegisters(128, *_BACKWARD_ROLE_REGISTERS[case])
 
     def accumulator_registers(self, head_dim: int, head_dim_v: int) -> int:
