@@ -46,7 +46,7 @@ def forward_with_sink(
 
 def types_of(options: AttentionOptions) -> tuple[type, ...]:
     """For the keys of plans: 1 == True, but only one of them is a valid ``causal`` or side of a window."""
-    return (*map(type, options), *map(type, options.window_size))
+    return tuple(map(type, options + options.window_size))
 
 
 def _plan_of(problem: AttentionProblem, config: ForwardConfig | None) -> Callable[..., ForwardResult]:

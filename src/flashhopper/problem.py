@@ -27,7 +27,8 @@ class TensorFacts(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorFacts:
-        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        # As cls(...) does it, but half a microsecond sooner; every call makes three.
+        return tuple.__new__(cls, (tensor.shape, tensor.stride(), tensor.dtype, tensor.device))
 
 
 class AttentionOptions(NamedTuple):
