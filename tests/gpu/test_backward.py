@@ -342,7 +342,8 @@ def test_only_the_gradients_asked_for(options: AttentionOptions, needed: tuple[i
     tensors, incoming = random_inputs(shape), random_incoming(shape, lse=True)
     repeatable = options._replace(deterministic=True)
     expected = check_gradients(tensors, incoming, repeatable)
-    inputs: Tensors = tuple(x.detach().requires_grad_(i in needed) for i, x in enumerate(tensors))  # type: ignore
+    q, k, v = (x.detach().requires_grad_(i in needed) for i, x in enumerate(tensors))
+    inputs: Tensors = (q, k, v)
     result = attend(inputs, repeatable)
     torch.autograd.backward(result, incoming)
     for i, x in enumerate(inputs):

@@ -135,7 +135,9 @@ def test_graph_replays_with_changed_inputs(head_dim: int, causal: bool, determin
     for _ in range(6):
         fresh, fresh_incoming = random_inputs(shape), random_incoming(shape, lse=True)
         for static, new in zip((*tensors, *incoming), (*fresh, *fresh_incoming), strict=True):
-            static.copy_(new)  # type: ignore[union-attr]
+            assert static is not None
+            assert new is not None
+            static.copy_(new)
         for x in gradients:
             x.fill_(torch.nan)
         graph.replay()
