@@ -175,8 +175,9 @@ class BackwardKernel:
                 )
                 tile_grid = TileGrid(grid[0], grid[1], grid[2], grid[3], False)
                 BackwardProducer(cta, operands, tile_grid, counter.iterator).run()
-            elif warp == 1:
-                DqAdder(cta, storage.sdQ.data_ptr(), mdQ, semaphores).run()
+            for index in cutlass.range_constexpr(cta.num_adders):
+                if warp == 1 + index:
+                    DqAdder(cta, storage.sdQ.data_ptr(), mdQ, semaphores, index).run()
         elif warpgroup_index == 1:
             cute.arch.setmaxregister_decrease(registers.dq)
             sKt = transposed(sK)[None, None, 0]

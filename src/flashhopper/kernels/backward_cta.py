@@ -75,6 +75,7 @@ class BackwardCta:
     def __init__(self, spec: BackwardSpec, rings: BackwardRings, slot: TileSlot, extents: BackwardExtents):
         self.spec, self.rings, self.slot = spec, rings, slot
         self.seqlen_q, self.seqlen_k, self.num_heads, self.heads_per_kv_head = extents
+        self.num_adders = 2 if spec.deterministic else 1  # warps
 
     def key_tile(self, n_block: Int32) -> KeyTile:
         """The steps of the tile with this key block."""
@@ -118,7 +119,7 @@ class BackwardCta:
         splits_keys = cutlass.const_expr(self.spec.config.split == "keys")
         if cute.arch.warp_idx() == 0:
             with cute.arch.elect_one():
-                self.rings.K.initialise(both + one + 1)  # consumers, dQ warpgroup, the warp that adds
+                self.rings.K.initialise(both + one + self.num_adders)  # consumers, dQ warpgroup, warps that add
                 self.rings.V.initialise(both if splits_keys else one)
                 self.rings.Q.initialise(both)
                 self.rings.dO.initialise(both)

@@ -10,8 +10,11 @@ from cutlass.cute.nvgpu import warpgroup
 from flashhopper.config import ROWS_PER_WARPGROUP, WARPGROUP_THREADS
 from flashhopper.kernels import ptx
 from flashhopper.kernels.backward_cta import BackwardCta, TileSlot
+from flashhopper.kernels.backward_smem import BackwardBarrier
 from flashhopper.kernels.gemm import gemm
 from flashhopper.kernels.pipeline import RingState
+
+WARP_THREADS = 32
 
 
 class DqTiles:
@@ -87,19 +90,24 @@ class DqAdder:
     """One warp that lets the copy engine add staged chunks to global memory.
 
     If deterministic, chunks of a query block are added in the order of key blocks: a semaphore counts the key blocks
-    whose additions have completed.
+    whose additions have completed. Two warps then take query blocks in turn, since completion takes as long as half a
+    step: one waits for it while the other adds. A warp hands over when its last chunk has been read: until then the
+    other could not tell the phases of the staging ring apart.
     """
 
-    def __init__(self, cta: BackwardCta, sdQ: cute.Pointer, mdQ: cute.Tensor, semaphores: Any):
+    def __init__(self, cta: BackwardCta, sdQ: cute.Pointer, mdQ: cute.Tensor, semaphores: Any, index: int):
         """``mdQ``: fp32 (batch · heads, rows / 64, chunks, 64 · dq_columns). ``semaphores``: int32 (batch · heads,
-        query blocks), or None."""
-        self.cta, self.sdQ, self.mdQ, self.semaphores = cta, sdQ, mdQ, semaphores
+        query blocks), or None. ``index`` counts the warps that add."""
+        self.cta, self.sdQ, self.mdQ, self.semaphores, self.index = cta, sdQ, mdQ, semaphores, index
         self.lane = cute.arch.lane_idx()
 
     @cute.jit
     def run(self):
         """Every tile, every step, in the consumers' order. The whole warp calls this."""
         dq_state, k_state = RingState.start(self.cta.spec.config.num_dq_stages), RingState.start(1)
+        number = Int32(0)
+        if const_expr(self.index > 0):
+            self.hand_over()  # the first warp begins
         n_block = self.cta.receive(k_state, self.lane)
         while n_block >= 0:
             head_k, batch = (self.cta.slot.read(word, self.lane) for word in (TileSlot.HEAD, TileSlot.BATCH))
@@ -109,20 +117,47 @@ class DqAdder:
             for index in cutlass.range(self.cta.heads_per_kv_head, unroll=1):
                 head = batch * self.cta.num_heads + head_k * self.cta.heads_per_kv_head + index
                 for step in cutlass.range(tile.num_blocks, unroll=1):
-                    dq_state = self.add_block(head, self.cta.m_block(tile, step), n_block, dq_state)
+                    m_block = self.cta.m_block(tile, step)
+                    if const_expr(self.cta.num_adders == 1):
+                        dq_state = self.add_block(head, m_block, n_block, dq_state)
+                    else:
+                        if number % self.cta.num_adders == self.index:
+                            dq_state = self.add_block(head, m_block, n_block, dq_state)
+                        else:
+                            dq_state = self.pass_block(dq_state)
+                        number += 1
             n_block = self.cta.receive(k_state, self.lane)
+
+    def num_chunks(self) -> tuple[int, int]:
+        """Of a query block: row blocks, and chunks of columns of each."""
+        config = self.cta.spec.config
+        return config.tile_m // ROWS_PER_WARPGROUP, self.cta.spec.head_dim // config.dq_columns
+
+    def hand_over(self) -> None:
+        """The other warp's turn at the staging ring."""
+        following = (self.index + 1) % self.cta.num_adders
+        ptx.named_barrier_arrive(BackwardBarrier.ADD + following, self.cta.num_adders * WARP_THREADS)
+
+    @cute.jit
+    def pass_block(self, dq_state: RingState):
+        """The state after a query block that the other warp adds."""
+        row_blocks, chunks = self.num_chunks()
+        for _ in cutlass.range_constexpr(row_blocks * chunks):
+            dq_state = dq_state.next()
+        return dq_state
 
     @cute.jit
     def add_block(self, head: Int32, m_block: Int32, n_block: Int32, dq_state: RingState):
         """The chunks of one query block."""
-        config = self.cta.spec.config
-        row_blocks, chunks = config.tile_m // ROWS_PER_WARPGROUP, self.cta.spec.head_dim // config.dq_columns
-        elements = ROWS_PER_WARPGROUP * config.dq_columns
+        row_blocks, chunks = self.num_chunks()
+        elements = ROWS_PER_WARPGROUP * self.cta.spec.config.dq_columns
+        if const_expr(self.cta.spec.deterministic):
+            if self.lane == 0:
+                self.await_turn(self.semaphore(head, m_block), n_block)
+            ptx.named_barrier_wait(BackwardBarrier.ADD + self.index, self.cta.num_adders * WARP_THREADS)
         for index in cutlass.range_constexpr(row_blocks * chunks):
             self.cta.rings.dQ.wait(dq_state)
             if self.lane == 0:
-                if const_expr(self.cta.spec.deterministic and index == 0):
-                    self.await_turn(self.semaphore(head, m_block), n_block)
                 target = self.mdQ[head, m_block * row_blocks + index // chunks, index % chunks, None].iterator
                 source = self.sdQ + dq_state.stage * elements
                 ptx.bulk_add_f32(Int64(target.toint()), source.toint(), 4 * elements)
@@ -132,6 +167,7 @@ class DqAdder:
             self.cta.rings.dQ.release(dq_state, self.lane)
             dq_state = dq_state.next()
         if const_expr(self.cta.spec.deterministic):
+            self.hand_over()
             if self.lane == 0:
                 ptx.bulk_store_wait()  # complete, not only read: the next key block may add now
                 ptx.fence_async_global()

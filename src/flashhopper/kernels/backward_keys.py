@@ -58,7 +58,7 @@ class KeysConsumer(BackwardConsumer):
 
     def sees_nothing(self, place: tuple, step: Int32):
         """Whether a causal mask hides all of this warpgroup's keys from the query block of a step."""
-        tile, n_block = place
+        tile, n_block, _ = place
         config = self.cta.spec.config
         first_key = n_block * config.tile_n + ROWS_PER_WARPGROUP * self.key_group
         end_query = (self.cta.m_block(tile, step) + 1) * config.tile_m
@@ -100,6 +100,7 @@ class KeysConsumer(BackwardConsumer):
         stage_Q, stage_dO = state.q.stage, state.do.stage
         following = state.next(place[0].num_blocks)
         self.compute_probabilities(place, state, number)
+        rings.V.wait(place[2])
         rings.dO.wait(state.do)
         warpgroup.fence()
         gemm(self.mmas.mma_S, self.acc_S, self.desc_V, self.desc_dO[None, None, None, stage_dO], True)

@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import warp
 
 from flashhopper.config import ROWS_PER_WARPGROUP, WARPGROUP_THREADS, BackwardConfig
 from flashhopper.kernels import ptx
-from flashhopper.kernels.backward_cta import BackwardCta, KeyTile, TileSlot
+from flashhopper.kernels.backward_cta import BackwardCta, TileSlot
 from flashhopper.kernels.backward_epilogue import write_rows
 from flashhopper.kernels.backward_scores import ScoreMath, pack
 from flashhopper.kernels.pipeline import RingState
@@ -151,8 +151,7 @@ class BackwardConsumer:
             tile = self.cta.key_tile(n_block)
             self.clear()
             if tile.num_steps > 0:
-                self.wait_values(v_state)
-                state = self.visit(tile, n_block, state)
+                state = self.visit((tile, n_block, v_state), state)
                 self.release_values(v_state)
                 v_state = v_state.next()
             head, batch = (self.cta.slot.read(word, self.lane) for word in (TileSlot.HEAD, TileSlot.BATCH))
@@ -165,20 +164,14 @@ class BackwardConsumer:
         """Before the first tile."""
 
     @cute.jit
-    def wait_values(self, v_state: RingState):
-        """V of the tile is there, for those who read it."""
-        self.cta.rings.V.wait(v_state)
-
-    @cute.jit
     def release_values(self, v_state: RingState):
         """V of the tile is not needed any more."""
         self.cta.rings.V.release(v_state, self.lane)
 
     @cute.jit
-    def visit(self, tile: KeyTile, n_block: Int32, state):
-        """Every step of a tile, head after head."""
-        place = (tile, n_block)
-        for number in cutlass.range(tile.num_steps, unroll=1):
+    def visit(self, place: tuple, state):
+        """Every step of a tile, head after head. ``place``: the tile, its key block and the state of V's ring."""
+        for number in cutlass.range(place[0].num_steps, unroll=1):
             if const_expr(self.skips):
                 if self.sees_nothing(place, state.step):
                     state = self.skip(place, state, number)
@@ -199,7 +192,7 @@ class BackwardConsumer:
     def to_probabilities(self, place: tuple, state, acc_S: cute.Tensor, lse: cute.Tensor, operand: cute.Tensor):
         """S of a step to P, packed for the product with dO. Only blocks that the mask cuts are masked."""
         self.math.probabilities(acc_S, lse)
-        tile, n_block = place
+        tile, n_block, _ = place
         if self.cta.is_masked(tile, state.step):
             self.math.hide(acc_S, n_block, self.cta.m_block(tile, state.step))
         pack(acc_S, operand)

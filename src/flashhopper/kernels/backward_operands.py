@@ -38,10 +38,6 @@ class ValueConsumer(BackwardConsumer):
         self.rP = self.probabilities_operand()
 
     @cute.jit
-    def wait_values(self, v_state: RingState):
-        """V is the other consumer's."""
-
-    @cute.jit
     def release_values(self, v_state: RingState):
         """V is the other consumer's."""
 
@@ -107,6 +103,7 @@ class KeyConsumer(BackwardConsumer):
     def step(self, place: tuple, state, number: Int32):
         """One query block."""
         rings = self.cta.rings
+        rings.V.wait(place[2])
         rings.dO.wait(state.do)
         warpgroup.fence()
         gemm(self.mmas.mma_S, self.acc_dP, self.desc_V, self.desc_dO[None, None, None, state.do.stage], True)

@@ -19,6 +19,7 @@ class BackwardBarrier(IntEnum):
     TURN = 1  # and 2, one per consumer: its turn to issue GEMMs
     P_FULL = 3  # split="operands": P is in the exchange tile …
     P_EMPTY = 4  # … and has been read
+    ADD = 5  # and 6, one per warp that adds, if deterministic: its turn at the staging ring
 
 
 class BackwardLayouts(NamedTuple):
