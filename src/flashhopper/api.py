@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flashhopper import ops
-from flashhopper.problem import AttentionOptions, RaggedTensors, refuse_tensors, split_qkv
+from flashhopper.problem import AttentionOptions, RaggedTensors, SoftmaxTensors, refuse_tensors, split_qkv
 
 
 def flash_attn_func(
@@ -22,6 +22,7 @@ def flash_attn_func(
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
     learnable_sink: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     window_size: tuple[int, int] = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
@@ -49,6 +50,8 @@ def flash_attn_func(
         qv, q_descale, k_descale, v_descale: only None is accepted today.
         learnable_sink: ``(heads,)``, floating point: adds exp(sink) to the denominator of each row of its head, and to
             what LSE is the logarithm of; differentiable. CPU tensors only today.
+        alibi_slopes: ``(heads,)`` or ``(batch, heads)``, float32, constants: query i and key j score lower by
+            slope · abs(i + seqlen_k - seqlen_q - j), after softcap (ALiBi, Press et al. 2022). CPU tensors only today.
         window_size: (left, right): query i sees keys i + seqlen_k - seqlen_q - left … + right, inclusive; -1 is without
             bound. CPU tensors only today.
         attention_chunk: query i sees the keys of the chunk of this many in which key i + seqlen_k - seqlen_q lies; 0 is
@@ -78,7 +81,7 @@ def flash_attn_func(
     options = AttentionOptions(
         softmax_scale, causal, window_size, attention_chunk, softcap, num_splits, pack_gqa, deterministic, sm_margin
     )
-    out, lse = ops.attention(q, k, v, options, learnable_sink)
+    out, lse = ops.attention(q, k, v, options, SoftmaxTensors(learnable_sink, alibi_slopes))
     return (out, lse) if return_lse or return_attn_probs else out
 
 
@@ -128,6 +131,7 @@ def flash_attn_varlen_func(
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
     learnable_sink: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     window_size: tuple[int, int] = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
@@ -152,8 +156,8 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k: bounds: no used length is larger.
         seqused_q: ``(batch,)`` int32: how many of its rows each sequence uses, the first ones; None is all.
         seqused_k: the same for k and v. Rows that are not used are never read into a result, whatever they hold.
-        softmax_scale, causal, window_size, attention_chunk, softcap, learnable_sink: as in :func:`flash_attn_func`, the
-            used lengths of each sequence being its ``seqlen_q`` and ``seqlen_k``.
+        softmax_scale, causal, window_size, attention_chunk, softcap, learnable_sink, alibi_slopes: as in
+            :func:`flash_attn_func`, the used lengths of each sequence being its ``seqlen_q`` and ``seqlen_k``.
         qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, deterministic, sm_margin, return_attn_probs,
             return_lse: as in :func:`flash_attn_func`.
 
@@ -172,7 +176,7 @@ def flash_attn_varlen_func(
         softmax_scale, causal, window_size, attention_chunk, softcap, num_splits, pack_gqa, deterministic, sm_margin
     )
     ragged = RaggedTensors(max_seqlen_q, max_seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    out, lse = ops.attention(q, k, v, options, learnable_sink, ragged)
+    out, lse = ops.attention(q, k, v, options, SoftmaxTensors(learnable_sink, alibi_slopes), ragged)
     return (out, lse) if return_lse or return_attn_probs else out
 
 

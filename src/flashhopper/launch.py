@@ -13,12 +13,13 @@ from flashhopper.compiler import get_kernel
 from flashhopper.config import ForwardConfig
 from flashhopper.device import hopper_multiprocessors
 from flashhopper.heuristics import select_spec
-from flashhopper.problem import AttentionOptions, AttentionProblem, RaggedTensors
+from flashhopper.problem import AttentionOptions, AttentionProblem, RaggedTensors, SoftmaxTensors
 from flashhopper.tma_view import TMA_ALIGNMENT, TmaView, aligned
 
 LOG2_E = 1.4426950408889634
 # A scale of 0 would turn a masked score's -inf into NaN. This one gives every score below 1e23 a weight of 1 as well.
 SMALLEST_SCALE = 1e-30
+NO_SOFTMAX_TENSORS = SoftmaxTensors()
 MAX_TILES = 2**31 - 2**16  # tile numbers are 32-bit, and each CTA may claim a few past the end
 
 ForwardResult = tuple[torch.Tensor, torch.Tensor]
@@ -41,19 +42,19 @@ def forward(
     return plan(q, k, v) if ragged is None else plan(q, k, v, ragged=ragged)
 
 
-def forward_with_sink(
+def forward_with_softmax_tensors(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     options: AttentionOptions,
-    learnable_sink: torch.Tensor,
+    softmax_tensors: SoftmaxTensors,
     ragged: RaggedTensors | None = None,
 ) -> ForwardResult:
-    """:func:`forward` with a sink ``(heads,)``, which only CPU tensors have today."""
+    """:func:`forward` with a sink or ALiBi slopes, which only CPU tensors have today."""
     problem = AttentionProblem.from_tensors(q, k, v, options, ragged)
     problem.validate()
-    problem.check_sink(learnable_sink)  # before anything is compiled
-    return _plan_of(problem, None)(q, k, v, learnable_sink, ragged)
+    problem.check_softmax_tensors(softmax_tensors)  # before anything is compiled
+    return _plan_of(problem, None)(q, k, v, softmax_tensors, ragged)
 
 
 def types_of(options: AttentionOptions) -> tuple[type, ...]:
@@ -107,12 +108,13 @@ class _ReferencePlan:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        learnable_sink: torch.Tensor | None = None,
+        softmax_tensors: SoftmaxTensors = NO_SOFTMAX_TENSORS,
         ragged: RaggedTensors | None = None,
     ) -> ForwardResult:
+        arguments = self.arguments | softmax_tensors._asdict()
         if ragged is None:
-            return reference.attention(q, k, v, learnable_sink=learnable_sink, **self.arguments)
-        return reference_varlen.attention(q, k, v, ragged, learnable_sink=learnable_sink, **self.arguments)
+            return reference.attention(q, k, v, **arguments)
+        return reference_varlen.attention(q, k, v, ragged, **arguments)
 
 
 class _EmptyPlan:

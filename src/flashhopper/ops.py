@@ -9,7 +9,7 @@ import torch
 
 from flashhopper import launch, launch_backward
 from flashhopper.launch_backward import Gradients
-from flashhopper.problem import AttentionOptions, RaggedTensors
+from flashhopper.problem import AttentionOptions, RaggedTensors, SoftmaxTensors
 
 
 class _Attention(torch.autograd.Function):
@@ -79,7 +79,7 @@ def attention(
     k: torch.Tensor,
     v: torch.Tensor,
     options: AttentionOptions,
-    learnable_sink: torch.Tensor | None = None,
+    softmax_tensors: SoftmaxTensors,
     ragged: RaggedTensors | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Out and LSE of a dense problem or, with ``ragged``, of a ragged one, recorded by autograd if an input needs a
@@ -88,7 +88,7 @@ def attention(
     Under ``torch.compile`` the graph breaks around the call, which then runs as it does without.
     """
     run = _attention_outside_graph if torch.compiler.is_compiling() else _attention
-    return run(q, k, v, options, learnable_sink, ragged)
+    return run(q, k, v, options, softmax_tensors, ragged)
 
 
 def _attention(
@@ -96,11 +96,11 @@ def _attention(
     k: torch.Tensor,
     v: torch.Tensor,
     options: AttentionOptions,
-    learnable_sink: torch.Tensor | None,
+    softmax_tensors: SoftmaxTensors,
     ragged: RaggedTensors | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if learnable_sink is not None:
-        return launch.forward_with_sink(q, k, v, options, learnable_sink, ragged)
+    if softmax_tensors.learnable_sink is not None or softmax_tensors.alibi_slopes is not None:
+        return launch.forward_with_softmax_tensors(q, k, v, options, softmax_tensors, ragged)
     needs_grad = torch.is_grad_enabled() and isinstance(q, torch.Tensor) and q.is_cuda
     if needs_grad and any(getattr(t, "requires_grad", False) for t in (q, k, v)):
         result: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(q, k, v, options, ragged)

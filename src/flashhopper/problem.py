@@ -118,6 +118,13 @@ def _lengths_facts(name: str, value: object, otherwise: str = "") -> TensorFacts
     return TensorFacts.of(value)
 
 
+class SoftmaxTensors(NamedTuple):
+    """What takes part in the softmax beside q·k: the public functions' arguments of these names."""
+
+    learnable_sink: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+
+
 class AttentionProblem(NamedTuple):
     """One attention call: hashable, printable, and valid once :meth:`validate` has returned.
 
@@ -298,8 +305,17 @@ class AttentionProblem(NamedTuple):
             today = " and ".join(map(repr, later.accepted))
             raise NotImplementedError(f"{name}={value!r} is not there yet{where}; accepted today: {today}")
 
-    def check_sink(self, sink: torch.Tensor) -> None:
-        """TypeError, ValueError or NotImplementedError unless this is a sink for the problem's heads."""
+    def check_softmax_tensors(self, tensors: SoftmaxTensors) -> None:
+        """TypeError, ValueError or NotImplementedError unless these fit the problem."""
+        if tensors.learnable_sink is not None:
+            self._check_sink(tensors.learnable_sink)
+        if tensors.alibi_slopes is not None:
+            self._check_slopes(tensors.alibi_slopes)
+        if self.device.type != "cpu":
+            name = next(name for name, value in tensors._asdict().items() if value is not None)
+            raise NotImplementedError(f"{name} is not there yet on CUDA tensors; accepted today: None")
+
+    def _check_sink(self, sink: torch.Tensor) -> None:
         if not isinstance(sink, torch.Tensor):
             raise TypeError(f"learnable_sink must be a torch.Tensor or None, got {type(sink).__name__}")
         if not sink.dtype.is_floating_point:
@@ -310,8 +326,21 @@ class AttentionProblem(NamedTuple):
             )
         if sink.device != self.device:
             raise ValueError(f"learnable_sink is on {sink.device}, q on {self.device}: all must be on the same device")
-        if self.device.type != "cpu":
-            raise NotImplementedError("learnable_sink is not there yet on CUDA tensors; accepted today: None")
+
+    def _check_slopes(self, slopes: torch.Tensor) -> None:
+        if not isinstance(slopes, torch.Tensor):
+            raise TypeError(f"alibi_slopes must be a torch.Tensor or None, got {type(slopes).__name__}")
+        if slopes.dtype != torch.float32:
+            raise TypeError(f"alibi_slopes has dtype {slopes.dtype}; accepted is torch.float32")
+        if tuple(slopes.shape) not in ((self.num_heads,), (self.batch, self.num_heads)):
+            raise ValueError(
+                f"alibi_slopes has shape {tuple(slopes.shape)}; accepted are (heads,), here ({self.num_heads},), and"
+                f" (batch, heads), here ({self.batch}, {self.num_heads})"
+            )
+        if slopes.device != self.device:
+            raise ValueError(f"alibi_slopes is on {slopes.device}, q on {self.device}: all must be on the same device")
+        if slopes.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError("alibi_slopes requires a gradient, which is not there yet; detach it")
 
 
 def refuse_tensors(**tensors: torch.Tensor | None) -> None:

@@ -55,6 +55,7 @@ def attention(
     ragged: RaggedTensors,
     *,
     learnable_sink: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`flashhopper.reference.attention` of each sequence, differentiable; the lengths are read and checked.
@@ -71,8 +72,10 @@ def attention(
     *v_parts, v_outside = k_lengths.split(v)
     outs, lses = [], []
     unused = [rows - count for rows, count in zip(q_lengths.owned, q_lengths.used, strict=True)]
-    for rest, *parts in zip(unused, q_parts, k_parts, v_parts, strict=True):
-        out, lse = reference.attention(*(x[None] for x in parts), **options)
+    per_sequence = alibi_slopes is not None and alibi_slopes.dim() == 2
+    for i, (rest, *parts) in enumerate(zip(unused, q_parts, k_parts, v_parts, strict=True)):
+        slopes = alibi_slopes[i] if per_sequence and alibi_slopes is not None else alibi_slopes
+        out, lse = reference.attention(*(x[None] for x in parts), alibi_slopes=slopes, **options)
         outs += [out[0], out.new_zeros(rest, *out.shape[2:])]
         lses += [lse[0], lse.new_full((lse.shape[1], rest), -math.inf)]
     # Also without any row: so the result depends on q, k, v and the sink for autograd, however few sequences there are.

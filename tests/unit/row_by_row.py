@@ -25,11 +25,12 @@ def sees(i: int, j: int, seqlen_q: int, seqlen_k: int, causal: bool, window: tup
 def row_by_row(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Out and LSE, one row of one head at a time."""
+    """Out and LSE, one row of one head at a time; ``alibi_slopes`` may be ``(heads,)`` or ``(batch, heads)``."""
     batch, seqlen_q, heads, head_dim = q.shape
     seqlen_k, ratio = k.shape[1], heads // k.shape[2]
     causal, window = options.get("causal", False), options.get("window_size", (-1, -1))
     chunk, softcap = options.get("attention_chunk", 0), options.get("softcap", 0.0)
+    slopes = options.get("alibi_slopes", torch.zeros(heads)).double().expand(batch, heads)
     out = torch.zeros(batch, seqlen_q, heads, v.shape[3], dtype=F64)
     lse = torch.full((batch, heads, seqlen_q), -math.inf, dtype=F64)
     for b in range(batch):
@@ -39,6 +40,7 @@ def row_by_row(
                 scores = k[b, keys, h // ratio] @ q[b, i, h] / head_dim**0.5
                 if softcap:
                     scores = softcap * torch.tanh(scores / softcap)
+                scores = scores - slopes[b, h] * (torch.tensor(keys) - (i + seqlen_k - seqlen_q)).abs()
                 extra = scores if sink is None else torch.cat((scores, sink[h : h + 1]))
                 if len(extra):
                     lse[b, h, i] = torch.logsumexp(extra, 0)

@@ -52,6 +52,53 @@ def test_against_row_by_row(seqlen_q: int, seqlen_k: int, options: dict[str, Any
         torch.testing.assert_close(mine, torch.zeros_like(mine) if other is None else other, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("per_batch", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"window_size": (3, 2), "softcap": 1.5}, {"attention_chunk": 5, "causal": True}],
+    ids=["full", "causal", "window softcap", "causal chunks"],
+)
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(11, 11), (5, 13), (13, 5)])
+def test_alibi_against_row_by_row(seqlen_q: int, seqlen_k: int, options: dict[str, Any], per_batch: bool) -> None:
+    q, k, v = (
+        torch.randn(2, n, h, d, dtype=F64).requires_grad_()
+        for n, h, d in ((seqlen_q, 4, 16), (seqlen_k, 2, 16), (seqlen_k, 2, 8))
+    )
+    options = options | {"alibi_slopes": torch.rand((2, 4) if per_batch else (4,)) + 0.1}
+    expected = row_by_row(q, k, v, None, **options)
+    actual = flash_attn_func(q, k, v, return_lse=True, **options)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    grad_out = torch.randn_like(actual[0])
+    ours, theirs = (torch.autograd.grad(result[0], (q, k, v), grad_out) for result in (actual, expected))
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
+    without = flash_attn_func(q, k, v, **(options | {"alibi_slopes": None}))
+    assert (actual[0] - without).abs().max() > 1e-3
+
+
+def test_alibi_depends_on_distance_alone() -> None:
+    """Equal scores: weights fall by exp(-slope) from key to key, to either side of where the query stands."""
+    q, k, v = torch.zeros(1, 3, 2, 8), torch.zeros(1, 7, 2, 8), torch.eye(8)[:7].view(1, 7, 1, 8).expand(1, 7, 2, 8)
+    slopes = torch.tensor([0.5, 0.25])
+    out = flash_attn_func(q, k, v, alibi_slopes=slopes)
+    for i in range(3):
+        weights = torch.exp(-slopes[:, None] * (torch.arange(7) - (i + 4)).abs())
+        torch.testing.assert_close(out[0, i, :, :7], weights / weights.sum(dim=1, keepdim=True))
+
+
+def test_alibi_slopes_of_no_batch_and_with_strides() -> None:
+    q, k, v = (torch.randn(2, n, 2, 16) for n in (9, 12, 12))
+    assert flash_attn_func(q[:0], k[:0], v[:0], alibi_slopes=torch.zeros(0, 2)).shape == (0, 9, 2, 16)
+    slopes = torch.rand(2, 2)
+    expected = flash_attn_func(q, k, v, alibi_slopes=slopes.T.contiguous())
+    assert torch.equal(flash_attn_func(q, k, v, alibi_slopes=slopes.T), expected)
+
+
+def test_alibi_slopes_of_zero_are_none() -> None:
+    q, k, v = (torch.randn(2, n, 2, 16) for n in (9, 12, 12))
+    assert torch.equal(flash_attn_func(q, k, v, alibi_slopes=torch.zeros(2)), flash_attn_func(q, k, v))
+
+
 def test_causal_is_the_window_without_right_side() -> None:
     q, k, v = (torch.randn(2, n, 2, 16) for n in (9, 12, 12))
     assert torch.equal(flash_attn_func(q, k, v, window_size=(-1, 0)), flash_attn_func(q, k, v, causal=True))
@@ -87,15 +134,17 @@ def test_rows_without_keys_have_the_sink_as_lse() -> None:
     chunk=st.integers(0, 5),
 )
 def test_visible_keys(seqlen_q: int, seqlen_k: int, causal: bool, window: tuple[int, int], chunk: int) -> None:
-    starts, ends = visible_keys(seqlen_q, seqlen_k, causal=causal, window_size=window, attention_chunk=chunk)
+    starts, ends, positions = visible_keys(seqlen_q, seqlen_k, causal=causal, window_size=window, attention_chunk=chunk)
     for i in range(seqlen_q):
+        assert int(positions[i]) == i + seqlen_k - seqlen_q
         expected = [j for j in range(seqlen_k) if sees(i, j, seqlen_q, seqlen_k, causal, window, chunk)]
         assert list(range(max(int(starts[i]), 0), min(int(ends[i]), seqlen_k))) == expected
 
 
 def test_long_sequences_are_cut_into_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (torch.randn(1, 40, 2, 16, dtype=F64) for _ in range(3))
-    options: dict[str, Any] = {"window_size": (6, 1), "attention_chunk": 16, "return_lse": True}
+    options: dict[str, Any] = {"window_size": (6, 1), "attention_chunk": 16, "alibi_slopes": torch.rand(2)}
+    options["return_lse"] = True
     whole = flash_attn_func(q, k, v, **options)
     monkeypatch.setattr("flashhopper.reference.CHUNK_SCORES", 2 * 40 * 7)
     torch.testing.assert_close(flash_attn_func(q, k, v, **options), whole, rtol=1e-13, atol=1e-13)

@@ -78,8 +78,11 @@ def expected(tensors: Tensors, q: Side, k: Side, sink: torch.Tensor | None, **op
     qs, ks, vs = tensors
     out = qs.new_zeros(q.total, qs.shape[1], vs.shape[2])
     lse = qs.new_full((qs.shape[1], q.total), -math.inf)
-    for q_rows, k_rows in zip(q.slices, k.slices, strict=True):
+    slopes = options.get("alibi_slopes")
+    for i, (q_rows, k_rows) in enumerate(zip(q.slices, k.slices, strict=True)):
         sequence = (x[rows][None] for x, rows in ((qs, q_rows), (ks, k_rows), (vs, k_rows)))
+        if slopes is not None:
+            options["alibi_slopes"] = slopes if slopes.dim() == 1 else slopes[i]
         one_out, one_lse = row_by_row(*sequence, sink, **options)
         out[q_rows], lse[:, q_rows] = one_out[0], one_lse[0]
     return out, lse
@@ -129,6 +132,17 @@ def test_against_row_by_row(q: Side, k: Side, options: dict[str, Any], with_sink
         torch.testing.assert_close(mine, torch.zeros_like(mine) if other is None else other, rtol=1e-10, atol=1e-12)
     assert actual[0][q.unused].count_nonzero() == 0
     assert (actual[1][:, q.unused] == -math.inf).all()
+
+
+@pytest.mark.parametrize("per_sequence", [False, True])
+@pytest.mark.parametrize("name", ["uneven", "used", "rows outside", "none"])
+def test_alibi_against_row_by_row(name: str, per_sequence: bool) -> None:
+    q, k = CASES[name]
+    tensors = inputs(q, k)
+    slopes = torch.rand((len(q.owned), 4) if per_sequence else (4,)) + 0.1
+    actual = run(tensors, q, k, causal=True, alibi_slopes=slopes)
+    wanted = expected(tensors, q, k, None, causal=True, alibi_slopes=slopes)
+    torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
