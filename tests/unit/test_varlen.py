@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ragged import I32, Batch, Side
 from row_by_row import F64, row_by_row
 
 from flashhopper import flash_attn_func, flash_attn_varlen_func, flash_attn_varlen_qkvpacked_func, launch, ops
@@ -17,46 +17,7 @@ from flashhopper import launch_backward as backward_module
 from flashhopper.problem import AttentionOptions, AttentionProblem, RaggedFacts, RaggedTensors, TensorFacts
 from flashhopper.reference_varlen import attention
 
-I32 = torch.int32
 Tensors = tuple[torch.Tensor, ...]
-
-
-class Side(NamedTuple):
-    """Lengths of the sequences on one side, how many rows of each count, and rows after the last one."""
-
-    owned: list[int]
-    used: list[int] | None = None
-    outside: int = 0
-
-    @property
-    def total(self) -> int:
-        return sum(self.owned) + self.outside
-
-    @property
-    def cu_seqlens(self) -> torch.Tensor:
-        return torch.tensor([0, *accumulate(self.owned)], dtype=I32)
-
-    @property
-    def seqused(self) -> torch.Tensor | None:
-        return None if self.used is None else torch.tensor(self.used, dtype=I32)
-
-    @property
-    def counted(self) -> list[int]:
-        return self.owned if self.used is None else self.used
-
-    @property
-    def slices(self) -> list[slice]:
-        """The used rows of each sequence."""
-        starts = self.cu_seqlens.tolist()
-        return [slice(start, start + used) for start, used in zip(starts, self.counted, strict=False)]
-
-    @property
-    def unused(self) -> torch.Tensor:
-        """Whether a row counts for nothing, ``(total,)``."""
-        unused = torch.ones(self.total, dtype=torch.bool)
-        for rows in self.slices:
-            unused[rows] = False
-        return unused
 
 
 def inputs(q: Side, k: Side, heads: int = 4, heads_k: int = 2, dtype: torch.dtype = F64) -> Tensors:
@@ -66,9 +27,8 @@ def inputs(q: Side, k: Side, heads: int = 4, heads_k: int = 2, dtype: torch.dtyp
 
 def run(tensors: Tensors, q: Side, k: Side, slack: int = 0, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Out and LSE of the public function; ``slack``: by how much the bounds exceed the longest sequence."""
-    bounds = [max(side.counted, default=0) + slack for side in (q, k)]
     result: tuple[torch.Tensor, torch.Tensor] = flash_attn_varlen_func(
-        *tensors, q.cu_seqlens, k.cu_seqlens, *bounds, q.seqused, k.seqused, return_lse=True, **options
+        *tensors, **Batch(q, k, slack).arguments(), return_lse=True, **options
     )
     return result
 
@@ -220,7 +180,7 @@ def test_packed_tensors() -> None:
         flat = packed.flatten(1, 2) if num_heads_q is None else packed
         q, k, v = flat.split([parts[0], parts[1], parts[1]], dim=1)
         out, lse = flash_attn_varlen_qkvpacked_func(
-            packed, side.cu_seqlens, 6, 0.3, True, seqused=side.seqused, num_heads_q=num_heads_q, return_lse=True
+            packed, side.cu_seqlens(), 6, 0.3, True, seqused=side.seqused(), num_heads_q=num_heads_q, return_lse=True
         )
         wanted = run((q, k, v), side, side, softmax_scale=0.3, causal=True)
         assert torch.equal(out, wanted[0])
@@ -344,7 +304,7 @@ def test_ragged_batches_on_a_card_are_refused() -> None:
 def test_the_lengths_reach_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """The autograd function of CUDA tensors, with the reference in place of the kernels."""
     q, k = Side([4, 3]), Side([4, 5], used=[4, 2])
-    ragged = RaggedTensors(4, 5, q.cu_seqlens, k.cu_seqlens, q.seqused, k.seqused)
+    ragged = RaggedTensors(4, 5, q.cu_seqlens(), k.cu_seqlens(), q.seqused(), k.seqused())
     tensors = inputs(q, k)
     seen: list[RaggedTensors] = []
 
