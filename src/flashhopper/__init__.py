@@ -1,6 +1,17 @@
 """FlashHopper: exact attention for NVIDIA Hopper GPUs, written in Python."""
 
 from flashhopper._version import __version__
-from flashhopper.api import flash_attn_func, flash_attn_qkvpacked_func
+from flashhopper.api import (
+    flash_attn_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_qkvpacked_func,
+)
 
-__all__ = ["__version__", "flash_attn_func", "flash_attn_qkvpacked_func"]
+__all__ = [
+    "__version__",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_qkvpacked_func",
+]

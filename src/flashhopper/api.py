@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flashhopper import ops
-from flashhopper.problem import AttentionOptions, refuse_tensors, split_qkv
+from flashhopper.problem import AttentionOptions, RaggedTensors, SoftmaxTensors, refuse_tensors, split_qkv
 
 
 def flash_attn_func(
@@ -22,6 +22,7 @@ def flash_attn_func(
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
     learnable_sink: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     window_size: tuple[int, int] = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
@@ -49,6 +50,8 @@ def flash_attn_func(
         qv, q_descale, k_descale, v_descale: only None is accepted today.
         learnable_sink: ``(heads,)``, floating point: adds exp(sink) to the denominator of each row of its head, and to
             what LSE is the logarithm of; differentiable. CPU tensors only today.
+        alibi_slopes: ``(heads,)`` or ``(batch, heads)``, float32, constants: query i and key j score lower by
+            slope · abs(i + seqlen_k - seqlen_q - j), after softcap (ALiBi, Press et al. 2022). CPU tensors only today.
         window_size: (left, right): query i sees keys i + seqlen_k - seqlen_q - left … + right, inclusive; -1 is without
             bound. CPU tensors only today.
         attention_chunk: query i sees the keys of the chunk of this many in which key i + seqlen_k - seqlen_q lies; 0 is
@@ -78,7 +81,7 @@ def flash_attn_func(
     options = AttentionOptions(
         softmax_scale, causal, window_size, attention_chunk, softcap, num_splits, pack_gqa, deterministic, sm_margin
     )
-    out, lse = ops.attention(q, k, v, options, learnable_sink)
+    out, lse = ops.attention(q, k, v, options, SoftmaxTensors(learnable_sink, alibi_slopes))
     return (out, lse) if return_lse or return_attn_probs else out
 
 
@@ -108,3 +111,104 @@ def flash_attn_qkvpacked_func(
         Otherwise as :func:`flash_attn_func`.
     """
     return flash_attn_func(*split_qkv(qkv, num_heads_q), softmax_scale, causal, **options)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    qv: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    learnable_sink: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """:func:`flash_attn_func` of a ragged batch: sequences of any lengths, one after another in one tensor.
+
+    Each sequence attends to its own keys only. CPU tensors only today.
+
+    Args:
+        q: ``(total_q, heads, head_dim)``; dtypes and strides as in :func:`flash_attn_func`.
+        k: ``(total_k, heads_k, head_dim)``.
+        v: ``(total_k, heads_k, head_dim_v)``.
+        cu_seqlens_q: ``(batch + 1,)`` int32, contiguous, on q's device: sequence i owns the rows cu_seqlens_q[i] …
+            cu_seqlens_q[i + 1] - 1 of q. Begins with 0, never falls, ends with at most total_q. Lengths of 0 are fine.
+        cu_seqlens_k: the same for the rows of k and v.
+        max_seqlen_q, max_seqlen_k: bounds: no used length is larger.
+        seqused_q: ``(batch,)`` int32: how many of its rows each sequence uses, the first ones; None is all.
+        seqused_k: the same for k and v. Rows that are not used are never read into a result, whatever they hold.
+        softmax_scale, causal, window_size, attention_chunk, softcap, learnable_sink, alibi_slopes: as in
+            :func:`flash_attn_func`, the used lengths of each sequence being its ``seqlen_q`` and ``seqlen_k``.
+        qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, deterministic, sm_margin, return_attn_probs,
+            return_lse: as in :func:`flash_attn_func`.
+
+    The contents of ``cu_seqlens`` and ``seqused`` are checked on the CPU. On CUDA tensors, where that would wait for
+    the GPU, only their types and shapes are: the caller answers for what is in them.
+
+    Returns:
+        out ``(total_q, heads, head_dim_v)`` in q's dtype; on request also lse ``(heads, total_q)``, float32 (float64
+        for float64 inputs). Rows that are not used or belong to no sequence have out 0, LSE -inf and gradients of 0.
+
+    Raises:
+        As :func:`flash_attn_func`.
+    """
+    refuse_tensors(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    options = AttentionOptions(
+        softmax_scale, causal, window_size, attention_chunk, softcap, num_splits, pack_gqa, deterministic, sm_margin
+    )
+    ragged = RaggedTensors(max_seqlen_q, max_seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    out, lse = ops.attention(q, k, v, options, SoftmaxTensors(learnable_sink, alibi_slopes), ragged)
+    return (out, lse) if return_lse or return_attn_probs else out
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    seqused: torch.Tensor | None = None,
+    num_heads_q: int | None = None,
+    **options: Any,
+) -> Any:
+    """:func:`flash_attn_varlen_func` of q, k and v in one tensor, which are read where they are.
+
+    Args:
+        qkv: ``(total, 3, heads, head_dim)``, or ``(total, heads + 2 · heads_k, head_dim)`` with the heads of q first,
+            then those of k, then those of v.
+        cu_seqlens, max_seqlen, seqused: as in :func:`flash_attn_varlen_func`, for q, k and v alike.
+        softmax_scale, causal: as in :func:`flash_attn_func`.
+        num_heads_q: heads of q in the second layout; None in the first.
+        options: the other keyword arguments of :func:`flash_attn_varlen_func`.
+
+    Returns:
+        What :func:`flash_attn_varlen_func` returns.
+
+    Raises:
+        TypeError: qkv is not a tensor, num_heads_q not an int.
+        ValueError: a shape that is neither layout, or a number of heads that does not divide it.
+        Otherwise as :func:`flash_attn_varlen_func`.
+    """
+    q, k, v = split_qkv(qkv, num_heads_q, rows="total")
+    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, seqused, seqused)
+    return flash_attn_varlen_func(q, k, v, *lengths, softmax_scale, causal, **options)

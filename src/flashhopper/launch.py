@@ -8,40 +8,53 @@ from typing import Any
 
 import torch
 
-from flashhopper import reference
+from flashhopper import reference, reference_varlen
 from flashhopper.compiler import get_kernel
 from flashhopper.config import ForwardConfig
 from flashhopper.device import hopper_multiprocessors
 from flashhopper.heuristics import select_spec
-from flashhopper.problem import AttentionOptions, AttentionProblem
+from flashhopper.problem import AttentionOptions, AttentionProblem, RaggedTensors, SoftmaxTensors
 from flashhopper.tma_view import TMA_ALIGNMENT, TmaView, aligned
 
 LOG2_E = 1.4426950408889634
 # A scale of 0 would turn a masked score's -inf into NaN. This one gives every score below 1e23 a weight of 1 as well.
 SMALLEST_SCALE = 1e-30
+NO_SOFTMAX_TENSORS = SoftmaxTensors()
 MAX_TILES = 2**31 - 2**16  # tile numbers are 32-bit, and each CTA may claim a few past the end
 
 ForwardResult = tuple[torch.Tensor, torch.Tensor]
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions, config: ForwardConfig | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: AttentionOptions,
+    config: ForwardConfig | None = None,
+    ragged: RaggedTensors | None = None,
 ) -> ForwardResult:
     """Attention without autograd on CUDA tensors, with it on CPU tensors; ``config`` overrides the tile table.
 
-    Returns out ``(batch, seqlen_q, heads, head_dim_v)`` in q's dtype and LSE ``(batch, heads, seqlen_q)`` fp32.
+    Returns out ``(batch, seqlen_q, heads, head_dim_v)`` in q's dtype and LSE ``(batch, heads, seqlen_q)`` fp32; of a
+    ragged batch ``(total_q, heads, head_dim_v)`` and ``(heads, total_q)``.
     """
-    return _plan_of(AttentionProblem.from_tensors(q, k, v, options), config)(q, k, v)
+    plan = _plan_of(AttentionProblem.from_tensors(q, k, v, options, ragged), config)
+    return plan(q, k, v) if ragged is None else plan(q, k, v, ragged=ragged)
 
 
-def forward_with_sink(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions, learnable_sink: torch.Tensor
+def forward_with_softmax_tensors(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: AttentionOptions,
+    softmax_tensors: SoftmaxTensors,
+    ragged: RaggedTensors | None = None,
 ) -> ForwardResult:
-    """:func:`forward` with a sink ``(heads,)``, which only CPU tensors have today."""
-    problem = AttentionProblem.from_tensors(q, k, v, options)
+    """:func:`forward` with a sink or ALiBi slopes, which only CPU tensors have today."""
+    problem = AttentionProblem.from_tensors(q, k, v, options, ragged)
     problem.validate()
-    problem.check_sink(learnable_sink)  # before anything is compiled
-    return _plan_of(problem, None)(q, k, v, learnable_sink)
+    problem.check_softmax_tensors(softmax_tensors)  # before anything is compiled
+    return _plan_of(problem, None)(q, k, v, softmax_tensors, ragged)
 
 
 def types_of(options: AttentionOptions) -> tuple[type, ...]:
@@ -65,6 +78,8 @@ def _plan(
     problem.validate()
     if problem.device.type == "cpu":
         return _ReferencePlan(problem)
+    if problem.ragged is not None:
+        raise NotImplementedError("cu_seqlens are not there yet on CUDA tensors; accepted today: CPU tensors")
     num_sms = hopper_multiprocessors(problem.device)
     if problem.options.sm_margin >= num_sms:
         raise ValueError(
@@ -89,9 +104,17 @@ class _ReferencePlan:
         }
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, learnable_sink: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        softmax_tensors: SoftmaxTensors = NO_SOFTMAX_TENSORS,
+        ragged: RaggedTensors | None = None,
     ) -> ForwardResult:
-        return reference.attention(q, k, v, learnable_sink=learnable_sink, **self.arguments)
+        arguments = self.arguments | softmax_tensors._asdict()
+        if ragged is None:
+            return reference.attention(q, k, v, **arguments)
+        return reference_varlen.attention(q, k, v, ragged, **arguments)
 
 
 class _EmptyPlan:
@@ -102,8 +125,8 @@ class _EmptyPlan:
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ForwardResult:
         p = self.problem
-        out = q.new_zeros((p.batch, p.seqlen_q, p.num_heads, p.head_dim_v))
-        lse = q.new_full((p.batch, p.num_heads, p.seqlen_q), -torch.inf, dtype=torch.float32)
+        out = q.new_zeros(p.out_shape)
+        lse = q.new_full(p.lse_shape, -torch.inf, dtype=torch.float32)
         return out, lse
 
 
@@ -121,8 +144,7 @@ class _KernelPlan:
             )
         self.kernel: Callable[..., Any] = get_kernel(spec)
         self.device, self.device_index, self.dtype = problem.device, problem.device.index, problem.dtype
-        self.out_shape = (problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v)
-        self.lse_shape = (problem.batch, problem.num_heads, problem.seqlen_q)
+        self.out_shape, self.lse_shape = problem.out_shape, problem.lse_shape
         self.scale_log2 = max(problem.softmax_scale * LOG2_E, SMALLEST_SCALE)
         self.max_ctas = num_sms - problem.options.sm_margin
         views = [TmaView(facts) for facts in (problem.q, problem.k, problem.v)]

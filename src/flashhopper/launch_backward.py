@@ -12,7 +12,7 @@ from flashhopper.config import ROWS_PER_WARPGROUP, BackwardConfig, PostprocessSp
 from flashhopper.device import hopper_multiprocessors
 from flashhopper.heuristics import select_backward_spec
 from flashhopper.launch import LOG2_E, MAX_TILES, SMALLEST_SCALE, types_of
-from flashhopper.problem import AttentionOptions, AttentionProblem, TensorFacts
+from flashhopper.problem import AttentionOptions, AttentionProblem, RaggedTensors, TensorFacts
 from flashhopper.tma_view import TmaView, aligned
 
 ROW_PADDING = 128  # rows of the per-row statistics and of the dQ accumulator: a multiple of every tile_m
@@ -40,13 +40,14 @@ def backward(
     options: AttentionOptions,
     grad_lse: torch.Tensor | None = None,
     config: BackwardConfig | None = None,
+    ragged: RaggedTensors | None = None,
 ) -> Gradients:
     """dQ, dK, dV on CUDA tensors, contiguous and in the inputs' dtype; ``config`` overrides the tile table.
 
-    ``dout`` ``(batch, seqlen_q, heads, head_dim_v)`` with any strides; ``grad_lse`` ``(batch, heads, seqlen_q)`` or
-    None.
+    ``dout`` has out's shape, ``(batch, seqlen_q, heads, head_dim_v)`` or ``(total_q, heads, head_dim_v)``, and any
+    strides; ``grad_lse`` has LSE's, ``(batch, heads, seqlen_q)`` or ``(heads, total_q)``, or is None.
     """
-    problem = AttentionProblem.from_tensors(q, k, v, options)
+    problem = AttentionProblem.from_tensors(q, k, v, options, ragged)
     if dout.stride(-1) != 1:  # what sum() and mean() send back is one expanded number
         dout = dout.contiguous()
     facts = TensorFacts.of(out), TensorFacts.of(dout)
@@ -66,8 +67,10 @@ def _plan(
 ) -> _BackwardPlan | None:
     """None where a side is empty: every gradient is 0."""
     problem.validate()
+    if problem.ragged is not None:
+        raise NotImplementedError("gradients of ragged batches are not there yet on CUDA tensors")
     out, dout = facts
-    shape = (problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v)
+    shape = problem.out_shape
     for name, given in (("out", out), ("dout", dout)):
         if (tuple(given.shape), given.dtype, given.device) != (shape, problem.dtype, problem.device):
             raise ValueError(f"{name} is {given}; expected shape {shape}, {problem.dtype} on {problem.device}")

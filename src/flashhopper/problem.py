@@ -45,58 +45,157 @@ class AttentionOptions(NamedTuple):
     sm_margin: int = 0
 
 
-class AttentionProblem(NamedTuple):
-    """A dense attention call: hashable, printable, and valid once :meth:`validate` has returned.
+class RaggedTensors(NamedTuple):
+    """Where the sequences of a ragged batch lie: FA3's arguments of these names."""
 
-    Shapes: q ``(batch, seqlen_q, heads, head_dim)``, k ``(batch, seqlen_k, heads_k, head_dim)``, v ``(batch, seqlen_k,
-    heads_k, head_dim_v)``.
+    max_seqlen_q: int
+    max_seqlen_k: int
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    seqused_q: torch.Tensor | None = None
+    seqused_k: torch.Tensor | None = None
+
+
+class RaggedFacts(NamedTuple):
+    """:class:`RaggedTensors` without the data: nothing is read from a GPU."""
+
+    max_seqlen_q: int
+    max_seqlen_k: int
+    cu_seqlens_q: TensorFacts
+    cu_seqlens_k: TensorFacts
+    seqused_q: TensorFacts | None
+    seqused_k: TensorFacts | None
+
+    @classmethod
+    def of(cls, ragged: RaggedTensors) -> RaggedFacts:
+        """TypeError for a length that is not an int or lengths that are not a tensor; checks nothing else."""
+        for name in ("max_seqlen_q", "max_seqlen_k"):
+            value = getattr(ragged, name)
+            if not isinstance(value, int) or isinstance(value, bool):  # here: as part of a plan's key, True is 1
+                raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+        cu_seqlens = [_lengths_facts(name, getattr(ragged, name)) for name in ("cu_seqlens_q", "cu_seqlens_k")]
+        seqused = [
+            None if value is None else _lengths_facts(name, value, " or None")
+            for name, value in (("seqused_q", ragged.seqused_q), ("seqused_k", ragged.seqused_k))
+        ]
+        return cls(ragged.max_seqlen_q, ragged.max_seqlen_k, *cu_seqlens, *seqused)
+
+    @property
+    def batch(self) -> int:
+        return self.cu_seqlens_q.shape[0] - 1
+
+    def check(self, device: torch.device) -> None:
+        """TypeError or ValueError unless the lengths fit each other and lie on q's device."""
+        for name, value in (("max_seqlen_q", self.max_seqlen_q), ("max_seqlen_k", self.max_seqlen_k)):
+            if not 0 <= value <= MAX_EXTENT:
+                raise ValueError(f"{name} is {value}; accepted are lengths from 0 to {MAX_EXTENT}")
+        first = self.cu_seqlens_q.shape
+        if len(first) != 1 or first[0] == 0:
+            raise ValueError(f"cu_seqlens_q has shape {tuple(first)}; it must be (batch + 1,)")
+        for name, facts, expected in (
+            ("cu_seqlens_q", self.cu_seqlens_q, first[0]),
+            ("cu_seqlens_k", self.cu_seqlens_k, first[0]),
+            ("seqused_q", self.seqused_q, first[0] - 1),
+            ("seqused_k", self.seqused_k, first[0] - 1),
+        ):
+            if facts is None:
+                continue
+            if facts.dtype != torch.int32:
+                raise TypeError(f"{name} has dtype {facts.dtype}; accepted is torch.int32")
+            if facts.device != device:
+                raise ValueError(f"{name} is on {facts.device}, q on {device}: all must be on the same device")
+            if tuple(facts.shape) != (expected,):
+                raise ValueError(
+                    f"{name} has shape {tuple(facts.shape)}, cu_seqlens_q {tuple(first)}: it must be ({expected},)"
+                )
+            if facts.stride[0] != 1 and expected > 1:
+                raise ValueError(f"{name} has strides {facts.stride}; it must be contiguous")
+
+
+def _lengths_facts(name: str, value: object, otherwise: str = "") -> TensorFacts:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor{otherwise}, got {type(value).__name__}")
+    return TensorFacts.of(value)
+
+
+class SoftmaxTensors(NamedTuple):
+    """What takes part in the softmax beside q·k: the public functions' arguments of these names."""
+
+    learnable_sink: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+
+
+class AttentionProblem(NamedTuple):
+    """One attention call: hashable, printable, and valid once :meth:`validate` has returned.
+
+    Shapes of a dense one: q ``(batch, seqlen_q, heads, head_dim)``, k ``(batch, seqlen_k, heads_k, head_dim)``, v
+    ``(batch, seqlen_k, heads_k, head_dim_v)``. Of a ragged one: q ``(total_q, heads, head_dim)``, k ``(total_k,
+    heads_k, head_dim)``, v ``(total_k, heads_k, head_dim_v)``; its ``seqlen_q`` and ``seqlen_k`` are the bounds
+    ``max_seqlen_q`` and ``max_seqlen_k``.
     """
 
     q: TensorFacts
     k: TensorFacts
     v: TensorFacts
     options: AttentionOptions
+    ragged: RaggedFacts | None = None
 
     @classmethod
     def from_tensors(
-        cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        options: AttentionOptions,
+        ragged: RaggedTensors | None = None,
     ) -> AttentionProblem:
-        """Gather the facts of a call. Raises TypeError if q, k or v is not a tensor; checks nothing else."""
+        """Gather the facts of a call. Raises TypeError if q, k, v or lengths are no tensors; checks nothing else."""
         try:
-            return cls(TensorFacts.of(q), TensorFacts.of(k), TensorFacts.of(v), options)
+            facts = TensorFacts.of(q), TensorFacts.of(k), TensorFacts.of(v)
         except (AttributeError, TypeError):
             for name, value in (("q", q), ("k", k), ("v", v)):
                 if not isinstance(value, torch.Tensor):
                     raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}") from None
             raise
+        return cls(*facts, options, None if ragged is None else RaggedFacts.of(ragged))
 
     @property
     def batch(self) -> int:
-        return self.q.shape[0]
+        return self.q.shape[0] if self.ragged is None else self.ragged.batch
 
     @property
     def seqlen_q(self) -> int:
-        return self.q.shape[1]
+        return self.q.shape[1] if self.ragged is None else self.ragged.max_seqlen_q
 
     @property
     def seqlen_k(self) -> int:
-        return self.k.shape[1]
+        return self.k.shape[1] if self.ragged is None else self.ragged.max_seqlen_k
 
     @property
     def num_heads(self) -> int:
-        return self.q.shape[2]
+        return self.q.shape[-2]
 
     @property
     def num_heads_k(self) -> int:
-        return self.k.shape[2]
+        return self.k.shape[-2]
 
     @property
     def head_dim(self) -> int:
-        return self.q.shape[3]
+        return self.q.shape[-1]
 
     @property
     def head_dim_v(self) -> int:
-        return self.v.shape[3]
+        return self.v.shape[-1]
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """``(batch, seqlen_q, heads, head_dim_v)``, or ``(total_q, heads, head_dim_v)``."""
+        return *self.q.shape[:-1], self.head_dim_v
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """``(batch, heads, seqlen_q)``, or ``(heads, total_q)``."""
+        return *self.q.shape[:-3], self.num_heads, self.q.shape[-3]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -120,6 +219,8 @@ class AttentionProblem(NamedTuple):
         """
         self._check_dtypes_and_devices()
         self._check_shapes()
+        if self.ragged is not None:
+            self.ragged.check(self.device)
         self._check_options()
         return self
 
@@ -140,23 +241,23 @@ class AttentionProblem(NamedTuple):
                 raise TypeError(f"{name} has dtype {facts.dtype}, q has {self.q.dtype}: all must have the same dtype")
 
     def _check_shapes(self) -> None:
+        layout = "batch, seqlen, heads, head_dim" if self.ragged is None else "total, heads, head_dim"
+        dimensions = layout.count(",") + 1
         for name, facts in self._tensors():
-            if len(facts.shape) != 4:
-                raise ValueError(
-                    f"{name} must have 4 dimensions (batch, seqlen, heads, head_dim), got shape {tuple(facts.shape)}"
-                )
+            if len(facts.shape) != dimensions:
+                raise ValueError(f"{name} must have {dimensions} dimensions ({layout}), got shape {tuple(facts.shape)}")
             if max(facts.shape) > MAX_EXTENT:
                 raise ValueError(f"{name} has shape {tuple(facts.shape)}; each extent may be at most {MAX_EXTENT}")
         for name, facts in self._tensors():
-            if facts.shape[0] != self.batch:
+            if self.ragged is None and facts.shape[0] != self.batch:
                 raise ValueError(f"{name} has batch size {facts.shape[0]}, q has {self.batch}: they must be equal")
-        for dim, what in ((1, "seqlen"), (2, "heads")):
+        for dim, what in ((-3, "seqlen" if self.ragged is None else "total length"), (-2, "heads")):
             if self.v.shape[dim] != self.k.shape[dim]:
                 raise ValueError(f"v has {what} {self.v.shape[dim]}, k has {self.k.shape[dim]}: they must be equal")
-        if self.k.shape[3] != self.head_dim:
-            raise ValueError(f"k has head_dim {self.k.shape[3]}, q has {self.head_dim}: they must be equal")
+        if self.k.shape[-1] != self.head_dim:
+            raise ValueError(f"k has head_dim {self.k.shape[-1]}, q has {self.head_dim}: they must be equal")
         for name, facts in (("q", self.q), ("v", self.v)):
-            head_dim = facts.shape[3]
+            head_dim = facts.shape[-1]
             if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
                 raise ValueError(
                     f"{name} has head_dim {head_dim}; accepted are multiples of 8 from 8 to {MAX_HEAD_DIM}"
@@ -168,7 +269,7 @@ class AttentionProblem(NamedTuple):
                 f"q has {self.num_heads} heads, k has {self.num_heads_k}: q's must be a multiple of k's (GQA/MQA)"
             )
         for name, facts in self._tensors():
-            if facts.stride[3] != 1:
+            if facts.stride[-1] != 1:
                 raise ValueError(
                     f"{name} has strides {facts.stride}; the last dimension (head_dim) must be contiguous (stride 1)"
                 )
@@ -204,8 +305,17 @@ class AttentionProblem(NamedTuple):
             today = " and ".join(map(repr, later.accepted))
             raise NotImplementedError(f"{name}={value!r} is not there yet{where}; accepted today: {today}")
 
-    def check_sink(self, sink: torch.Tensor) -> None:
-        """TypeError, ValueError or NotImplementedError unless this is a sink for the problem's heads."""
+    def check_softmax_tensors(self, tensors: SoftmaxTensors) -> None:
+        """TypeError, ValueError or NotImplementedError unless these fit the problem."""
+        if tensors.learnable_sink is not None:
+            self._check_sink(tensors.learnable_sink)
+        if tensors.alibi_slopes is not None:
+            self._check_slopes(tensors.alibi_slopes)
+        if self.device.type != "cpu":
+            name = next(name for name, value in tensors._asdict().items() if value is not None)
+            raise NotImplementedError(f"{name} is not there yet on CUDA tensors; accepted today: None")
+
+    def _check_sink(self, sink: torch.Tensor) -> None:
         if not isinstance(sink, torch.Tensor):
             raise TypeError(f"learnable_sink must be a torch.Tensor or None, got {type(sink).__name__}")
         if not sink.dtype.is_floating_point:
@@ -216,8 +326,21 @@ class AttentionProblem(NamedTuple):
             )
         if sink.device != self.device:
             raise ValueError(f"learnable_sink is on {sink.device}, q on {self.device}: all must be on the same device")
-        if self.device.type != "cpu":
-            raise NotImplementedError("learnable_sink is not there yet on CUDA tensors; accepted today: None")
+
+    def _check_slopes(self, slopes: torch.Tensor) -> None:
+        if not isinstance(slopes, torch.Tensor):
+            raise TypeError(f"alibi_slopes must be a torch.Tensor or None, got {type(slopes).__name__}")
+        if slopes.dtype != torch.float32:
+            raise TypeError(f"alibi_slopes has dtype {slopes.dtype}; accepted is torch.float32")
+        if tuple(slopes.shape) not in ((self.num_heads,), (self.batch, self.num_heads)):
+            raise ValueError(
+                f"alibi_slopes has shape {tuple(slopes.shape)}; accepted are (heads,), here ({self.num_heads},), and"
+                f" (batch, heads), here ({self.batch}, {self.num_heads})"
+            )
+        if slopes.device != self.device:
+            raise ValueError(f"alibi_slopes is on {slopes.device}, q on {self.device}: all must be on the same device")
+        if slopes.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError("alibi_slopes requires a gradient, which is not there yet; detach it")
 
 
 def refuse_tensors(**tensors: torch.Tensor | None) -> None:
@@ -227,28 +350,32 @@ def refuse_tensors(**tensors: torch.Tensor | None) -> None:
             raise NotImplementedError(f"{name} is not there yet; accepted today: None, got {type(value).__name__}")
 
 
-def split_qkv(qkv: torch.Tensor, num_heads_q: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views of q, k and v in a packed tensor; the errors of :func:`flash_attn_qkvpacked_func`."""
+def split_qkv(
+    qkv: torch.Tensor, num_heads_q: int | None, rows: str = "batch, seqlen"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of q, k and v in a packed tensor whose dimensions before the heads are ``rows``; the errors of
+    :func:`flash_attn_qkvpacked_func`.
+    """
     if not isinstance(qkv, torch.Tensor):
         raise TypeError(f"qkv must be a torch.Tensor, got {type(qkv).__name__}")
-    shape = tuple(qkv.shape)
-    if qkv.dim() == 5:
-        if shape[2] != 3:
-            raise ValueError(f"qkv has shape {shape}; with 5 dimensions it is (batch, seqlen, 3, heads, head_dim)")
+    shape, at = tuple(qkv.shape), rows.count(",") + 1
+    if qkv.dim() == at + 3:
+        if shape[at] != 3:
+            raise ValueError(f"qkv has shape {shape}; with {at + 3} dimensions it is ({rows}, 3, heads, head_dim)")
         if num_heads_q is not None:
-            raise ValueError(f"num_heads_q is {num_heads_q}; with qkv of 5 dimensions it must be None")
-        q, k, v = qkv.unbind(2)
+            raise ValueError(f"num_heads_q is {num_heads_q}; with qkv of {at + 3} dimensions it must be None")
+        q, k, v = qkv.unbind(at)
         return q, k, v
-    if qkv.dim() != 4:
-        raise ValueError(f"qkv has shape {shape}; accepted are 5 dimensions, or 4 with num_heads_q")
+    if qkv.dim() != at + 2:
+        raise ValueError(f"qkv has shape {shape}; accepted are {at + 3} dimensions, or {at + 2} with num_heads_q")
     if not isinstance(num_heads_q, int) or isinstance(num_heads_q, bool):
-        raise TypeError(f"num_heads_q must be an int for qkv of 4 dimensions, got {type(num_heads_q).__name__}")
-    heads_k, odd = divmod(shape[2] - num_heads_q, 2)
+        raise TypeError(f"num_heads_q must be an int for qkv of {at + 2} dimensions, got {type(num_heads_q).__name__}")
+    heads_k, odd = divmod(shape[at] - num_heads_q, 2)
     if num_heads_q < 1 or heads_k < 1 or odd:
         raise ValueError(
-            f"qkv has shape {shape} with {shape[2]} heads; num_heads_q={num_heads_q} leaves no k and v alike"
+            f"qkv has shape {shape} with {shape[at]} heads; num_heads_q={num_heads_q} leaves no k and v alike"
         )
-    q, k, v = qkv.split([num_heads_q, heads_k, heads_k], dim=2)
+    q, k, v = qkv.split([num_heads_q, heads_k, heads_k], dim=at)
     return q, k, v
 
 

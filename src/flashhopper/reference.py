@@ -28,14 +28,16 @@ class Visible(NamedTuple):
 
     starts: torch.Tensor
     ends: torch.Tensor
+    positions: torch.Tensor
+    """The key at which each query stands, ``(seqlen_q,)``; maybe none of those there are."""
 
     def of_rows(self, start: int, stop: int) -> Visible:
         """Those of query rows ``start … stop - 1``."""
-        return Visible(self.starts[start:stop], self.ends[start:stop])
+        return Visible(*(x[start:stop] for x in self))
 
     def shifted(self, keys: int) -> Visible:
         """The same keys, counted from key number ``keys``."""
-        return Visible(self.starts - keys, self.ends - keys)
+        return Visible(*(x - keys for x in self))
 
 
 def visible_keys(
@@ -65,7 +67,7 @@ def visible_keys(
     if attention_chunk > 0:
         first = position.div(attention_chunk, rounding_mode="floor") * attention_chunk
         starts, ends = starts.maximum(first), ends.minimum(first + attention_chunk)
-    return Visible(starts, ends)
+    return Visible(starts, ends, position)
 
 
 def attention(
@@ -79,17 +81,19 @@ def attention(
     attention_chunk: int = 0,
     softcap: float = 0.0,
     learnable_sink: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention and its log-sum-exp, differentiable by autograd through both.
 
     q ``(b, sq, h, d)``, k ``(b, sk, hk, d)``, v ``(b, sk, hk, dv)`` with ``h % hk == 0``; which keys a row sees:
-    :func:`visible_keys`. Scores s become ``softcap · tanh(s / softcap)`` if softcap is over 0. ``learnable_sink``
-    ``(h,)`` adds exp(sink) to the denominator of every row of its head. Returns out ``(b, sq, h, dv)`` in q's dtype and
-    the natural-log LSE ``(b, h, sq)``, the sink included, in fp32 (fp64 if computed in fp64). A row without a visible
-    key has out 0, LSE -inf (with a sink: the sink) and passes no gradient on to q, k and v. ``compute_dtype`` is fp32
-    by default, fp64 for fp64 inputs; q's own dtype gives the error that plain low-precision PyTorch makes, the measure
-    of the tolerance rule.
+    :func:`visible_keys`. Scores s become ``softcap · tanh(s / softcap)`` if softcap is over 0. ``alibi_slopes``
+    ``(h,)`` or ``(b, h)``, constants, then take slope · |i + sk - sq - j| from the score of query i and key j (Press et
+    al. 2022, sec. 3). ``learnable_sink`` ``(h,)`` adds exp(sink) to the denominator of every row of its head. Returns
+    out ``(b, sq, h, dv)`` in q's dtype and the natural-log LSE ``(b, h, sq)``, the sink included, in fp32 (fp64 if
+    computed in fp64). A row without a visible key has out 0, LSE -inf (with a sink: the sink) and passes no gradient on
+    to q, k and v. ``compute_dtype`` is fp32 by default, fp64 for fp64 inputs; q's own dtype gives the error that plain
+    low-precision PyTorch makes, the measure of the tolerance rule.
     """
     if compute_dtype is None:
         compute_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -102,7 +106,11 @@ def attention(
     visible = visible_keys(
         seqlen_q, seqlen_k, causal=causal, window_size=window_size, attention_chunk=attention_chunk, device=q.device
     )
-    scoring = _Scoring(softmax_scale, softcap)
+    slopes = None
+    if alibi_slopes is not None:  # bf16 would round distances
+        slopes = alibi_slopes.detach().to(torch.promote_types(compute_dtype, torch.float32))
+        slopes = slopes.reshape(slopes.shape[:-1].numel(), k.shape[2], heads // k.shape[2], 1, 1)
+    scoring = _Scoring(softmax_scale, softcap, slopes)
 
     chunk = max(CHUNK_SCORES // max(batch * heads * seqlen_k, 1), 1)
     starts = range(0, max(seqlen_q, 1), chunk)
@@ -131,10 +139,18 @@ class _Scoring(NamedTuple):
 
     softmax_scale: float
     softcap: float
+    slopes: torch.Tensor | None
+    """Of ALiBi, ``(b or 1, hk, group, 1, 1)``."""
 
-    def __call__(self, products: torch.Tensor) -> torch.Tensor:
+    def __call__(self, products: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Products and scores ``(b, hk, group, rows, keys)`` of rows that stand at the keys ``positions``."""
         scores = products * self.softmax_scale
-        return self.softcap * torch.tanh(scores / self.softcap) if self.softcap > 0 else scores
+        if self.softcap > 0:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if self.slopes is not None:
+            distances = (positions[:, None] - torch.arange(scores.shape[-1], device=scores.device)).abs()
+            scores = scores - (self.slopes * distances).to(scores.dtype)
+        return scores
 
 
 def _attend_rows(
@@ -167,7 +183,8 @@ def _attend_rows_as_given(
     _, heads_k, keys, head_dim_v = v.shape
     group = heads // heads_k
     stacked = _grouped(q, heads_k).reshape(batch, heads_k, group * rows, head_dim)
-    scores = scoring(stacked @ k.transpose(2, 3)).view(batch, heads_k, group, rows, keys)
+    products = (stacked @ k.transpose(2, 3)).view(batch, heads_k, group, rows, keys)
+    scores = scoring(products, visible.positions)
     columns = torch.arange(keys, device=q.device)
     hidden = (columns < visible.starts[:, None]) | (columns >= visible.ends[:, None])
     if hidden.any():

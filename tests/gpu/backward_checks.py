@@ -14,7 +14,7 @@ from tolerance import assert_close_on_average, assert_close_to_reference, larges
 
 from flashhopper import flash_attn_func
 from flashhopper.problem import AttentionOptions
-from flashhopper.reference import attention
+from flashhopper.reference import attention, visible_keys
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -164,18 +164,41 @@ def compare_gradients(
 
 
 def plain_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float, causal: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    softmax_scale: float,
+    softcap: float = 0.0,
+    learnable_sink: torch.Tensor | None = None,
+    **masks: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention as anyone writes it in PyTorch, every step rounded to the dtype of the inputs."""
+    """Attention as anyone writes it in PyTorch, every step rounded to the dtype of the inputs.
+
+    ``masks``: those of :func:`flashhopper.reference.visible_keys`.
+    """
     seqlen_q, seqlen_k, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
     scores = (q * softmax_scale) @ k.transpose(-1, -2)  # in this order float16 does not overflow
-    ends = torch.arange(seqlen_q, device=q.device) + 1 + (seqlen_k - seqlen_q if causal else seqlen_k)
-    blind = ends <= 0
-    hidden = torch.arange(seqlen_k, device=q.device) >= ends[:, None]
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    hidden = hidden_pairs(seqlen_q, seqlen_k, q.device, **masks)
+    blind = hidden.all(dim=1)
+    if learnable_sink is not None:  # a key more, of value 0
+        scores = scores.masked_fill(hidden, -math.inf)
+        sink = learnable_sink.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores, v = torch.cat((scores, sink), dim=-1), torch.nn.functional.pad(v, (0, 0, 0, 1))
+        return (scores.softmax(dim=-1) @ v).transpose(1, 2), scores.logsumexp(dim=-1)
     scores = scores.masked_fill(hidden & ~blind[:, None], -math.inf)  # all of a row hidden: softmax would be NaN
     out = (scores.softmax(dim=-1) @ v).masked_fill(blind[:, None], 0.0)
     return out.transpose(1, 2), scores.logsumexp(dim=-1).masked_fill(blind, -math.inf)
+
+
+def hidden_pairs(seqlen_q: int, seqlen_k: int, device: torch.device, **masks: Any) -> torch.Tensor:
+    """Which keys each query does not see, ``(seqlen_q, seqlen_k)``."""
+    visible = visible_keys(seqlen_q, seqlen_k, device=device, **masks)
+    columns = torch.arange(seqlen_k, device=device)
+    return (columns < visible.starts[:, None]) | (columns >= visible.ends[:, None])
 
 
 def _gradients_by_autograd(

@@ -110,7 +110,7 @@ def redone_tiles() -> int:
 
 
 def scale_of(q: torch.Tensor, softmax_scale: float | None) -> float:
-    return q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    return q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
 
 
 def check(

@@ -9,49 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from row_by_row import F64, row_by_row, sees
 
 from flashhopper import flash_attn_func, flash_attn_qkvpacked_func
 from flashhopper.reference import visible_keys
-
-F64 = torch.float64
-
-
-def sees(i: int, j: int, seqlen_q: int, seqlen_k: int, causal: bool, window: tuple[int, int], chunk: int) -> bool:
-    """Whether query i sees key j, from the definition."""
-    position = i + seqlen_k - seqlen_q
-    left, right = window
-    return (
-        (not causal or j <= position)
-        and (left < 0 or j >= position - left)
-        and (right < 0 or j <= position + right)
-        and (chunk == 0 or math.floor(j / chunk) == math.floor(position / chunk))
-    )
-
-
-def row_by_row(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Out and LSE, one row of one head at a time."""
-    batch, seqlen_q, heads, head_dim = q.shape
-    seqlen_k, ratio = k.shape[1], heads // k.shape[2]
-    causal, window = options.get("causal", False), options.get("window_size", (-1, -1))
-    chunk, softcap = options.get("attention_chunk", 0), options.get("softcap", 0.0)
-    out = torch.zeros(batch, seqlen_q, heads, v.shape[3], dtype=F64)
-    lse = torch.full((batch, heads, seqlen_q), -math.inf, dtype=F64)
-    for b in range(batch):
-        for h in range(heads):
-            for i in range(seqlen_q):
-                keys = [j for j in range(seqlen_k) if sees(i, j, seqlen_q, seqlen_k, causal, window, chunk)]
-                scores = k[b, keys, h // ratio] @ q[b, i, h] / head_dim**0.5
-                if softcap:
-                    scores = softcap * torch.tanh(scores / softcap)
-                extra = scores if sink is None else torch.cat((scores, sink[h : h + 1]))
-                if len(extra):
-                    lse[b, h, i] = torch.logsumexp(extra, 0)
-                if keys:
-                    out[b, i, h] = torch.exp(scores - lse[b, h, i]) @ v[b, keys, h // ratio]
-    return out, lse
-
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"window_size": (3, 2)},
@@ -91,6 +52,53 @@ def test_against_row_by_row(seqlen_q: int, seqlen_k: int, options: dict[str, Any
         torch.testing.assert_close(mine, torch.zeros_like(mine) if other is None else other, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("per_batch", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"window_size": (3, 2), "softcap": 1.5}, {"attention_chunk": 5, "causal": True}],
+    ids=["full", "causal", "window softcap", "causal chunks"],
+)
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(11, 11), (5, 13), (13, 5)])
+def test_alibi_against_row_by_row(seqlen_q: int, seqlen_k: int, options: dict[str, Any], per_batch: bool) -> None:
+    q, k, v = (
+        torch.randn(2, n, h, d, dtype=F64).requires_grad_()
+        for n, h, d in ((seqlen_q, 4, 16), (seqlen_k, 2, 16), (seqlen_k, 2, 8))
+    )
+    options = options | {"alibi_slopes": torch.rand((2, 4) if per_batch else (4,)) + 0.1}
+    expected = row_by_row(q, k, v, None, **options)
+    actual = flash_attn_func(q, k, v, return_lse=True, **options)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    grad_out = torch.randn_like(actual[0])
+    ours, theirs = (torch.autograd.grad(result[0], (q, k, v), grad_out) for result in (actual, expected))
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
+    without = flash_attn_func(q, k, v, **(options | {"alibi_slopes": None}))
+    assert (actual[0] - without).abs().max() > 1e-3
+
+
+def test_alibi_depends_on_distance_alone() -> None:
+    """Equal scores: weights fall by exp(-slope) from key to key, to either side of where the query stands."""
+    q, k, v = torch.zeros(1, 3, 2, 8), torch.zeros(1, 7, 2, 8), torch.eye(8)[:7].view(1, 7, 1, 8).expand(1, 7, 2, 8)
+    slopes = torch.tensor([0.5, 0.25])
+    out = flash_attn_func(q, k, v, alibi_slopes=slopes)
+    for i in range(3):
+        weights = torch.exp(-slopes[:, None] * (torch.arange(7) - (i + 4)).abs())
+        torch.testing.assert_close(out[0, i, :, :7], weights / weights.sum(dim=1, keepdim=True))
+
+
+def test_alibi_slopes_of_no_batch_and_with_strides() -> None:
+    q, k, v = (torch.randn(2, n, 2, 16) for n in (9, 12, 12))
+    assert flash_attn_func(q[:0], k[:0], v[:0], alibi_slopes=torch.zeros(0, 2)).shape == (0, 9, 2, 16)
+    slopes = torch.rand(2, 2)
+    expected = flash_attn_func(q, k, v, alibi_slopes=slopes.T.contiguous())
+    assert torch.equal(flash_attn_func(q, k, v, alibi_slopes=slopes.T), expected)
+
+
+def test_alibi_slopes_of_zero_are_none() -> None:
+    q, k, v = (torch.randn(2, n, 2, 16) for n in (9, 12, 12))
+    assert torch.equal(flash_attn_func(q, k, v, alibi_slopes=torch.zeros(2)), flash_attn_func(q, k, v))
+
+
 def test_causal_is_the_window_without_right_side() -> None:
     q, k, v = (torch.randn(2, n, 2, 16) for n in (9, 12, 12))
     assert torch.equal(flash_attn_func(q, k, v, window_size=(-1, 0)), flash_attn_func(q, k, v, causal=True))
@@ -126,15 +134,17 @@ def test_rows_without_keys_have_the_sink_as_lse() -> None:
     chunk=st.integers(0, 5),
 )
 def test_visible_keys(seqlen_q: int, seqlen_k: int, causal: bool, window: tuple[int, int], chunk: int) -> None:
-    starts, ends = visible_keys(seqlen_q, seqlen_k, causal=causal, window_size=window, attention_chunk=chunk)
+    starts, ends, positions = visible_keys(seqlen_q, seqlen_k, causal=causal, window_size=window, attention_chunk=chunk)
     for i in range(seqlen_q):
+        assert int(positions[i]) == i + seqlen_k - seqlen_q
         expected = [j for j in range(seqlen_k) if sees(i, j, seqlen_q, seqlen_k, causal, window, chunk)]
         assert list(range(max(int(starts[i]), 0), min(int(ends[i]), seqlen_k))) == expected
 
 
 def test_long_sequences_are_cut_into_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (torch.randn(1, 40, 2, 16, dtype=F64) for _ in range(3))
-    options: dict[str, Any] = {"window_size": (6, 1), "attention_chunk": 16, "return_lse": True}
+    options: dict[str, Any] = {"window_size": (6, 1), "attention_chunk": 16, "alibi_slopes": torch.rand(2)}
+    options["return_lse"] = True
     whole = flash_attn_func(q, k, v, **options)
     monkeypatch.setattr("flashhopper.reference.CHUNK_SCORES", 2 * 40 * 7)
     torch.testing.assert_close(flash_attn_func(q, k, v, **options), whole, rtol=1e-13, atol=1e-13)

@@ -45,7 +45,7 @@ def test_a_compiled_model_raises_the_same_errors() -> None:
 def kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The autograd function of CUDA tensors, with the reference in place of the kernels."""
 
-    def backward(dout: torch.Tensor, *tensors: Any) -> tuple[torch.Tensor, ...]:
+    def backward(dout: torch.Tensor, *tensors: Any, ragged: None) -> tuple[torch.Tensor, ...]:
         q, k, v, _, _, _, grad_lse = tensors
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         with torch.enable_grad():
@@ -53,7 +53,7 @@ def kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
             loss = (out * dout).sum() + (0 if grad_lse is None else (lse * grad_lse).sum())
         return torch.autograd.grad(loss, leaves, materialize_grads=True, allow_unused=True)
 
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions) -> Any:
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions, ragged: None) -> Any:
         return attention(q, k, v, softmax_scale=0.25, causal=True)
 
     monkeypatch.setattr(ops.launch, "forward", forward)
@@ -61,7 +61,7 @@ def kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_card(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    result: tuple[torch.Tensor, torch.Tensor] = ops._Attention.apply(*tensors, AttentionOptions(causal=True))
+    result: tuple[torch.Tensor, torch.Tensor] = ops._Attention.apply(*tensors, AttentionOptions(causal=True), None)
     return result
 
 

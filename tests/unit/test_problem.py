@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flashhopper import flash_attn_func
-from flashhopper.problem import MAX_EXTENT, AttentionOptions, AttentionProblem, TensorFacts
+from flashhopper.problem import MAX_EXTENT, AttentionOptions, AttentionProblem, SoftmaxTensors, TensorFacts
 
 BF16 = torch.bfloat16
 
@@ -284,7 +284,29 @@ def test_wrong_sinks(sink: Any, device: str, error: type[Exception], fragment: s
     shapes = (2, 5, 6, 64), (2, 7, 3, 64), (2, 7, 3, 32)
     problem = AttentionProblem(*(facts(shape, device=device) for shape in shapes), AttentionOptions())
     with pytest.raises(error) as raised:
-        problem.check_sink(sink)
+        problem.check_softmax_tensors(SoftmaxTensors(learnable_sink=sink))
+    assert fragment in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "slopes, device, error, fragment",
+    [
+        ([0.5] * 6, "cpu", TypeError, "alibi_slopes must be a torch.Tensor or None, got list"),
+        (torch.zeros(6, dtype=BF16), "cpu", TypeError, "alibi_slopes has dtype torch.bfloat16; accepted is"),
+        (torch.zeros(3), "cpu", ValueError, "has shape (3,); accepted are (heads,), here (6,), and (batch, heads)"),
+        (torch.zeros(6, 2), "cpu", ValueError, "has shape (6, 2); accepted are (heads,), here (6,)"),
+        (torch.zeros(1, 6), "cpu", ValueError, "has shape (1, 6); accepted are (heads,), here (6,)"),
+        (torch.zeros(6), "cuda:0", ValueError, "alibi_slopes is on cpu, q on cuda:0"),
+        (torch.zeros(6).requires_grad_(), "cpu", NotImplementedError, "requires a gradient, which is not there yet"),
+        (torch.zeros(6, device="meta"), "meta", NotImplementedError, "alibi_slopes is not there yet on CUDA tensors"),
+    ],
+    ids=["type", "dtype", "heads", "transposed", "batch", "device", "gradient", "cuda"],
+)
+def test_wrong_slopes(slopes: Any, device: str, error: type[Exception], fragment: str) -> None:
+    shapes = (2, 5, 6, 64), (2, 7, 3, 64), (2, 7, 3, 32)
+    problem = AttentionProblem(*(facts(shape, device=device) for shape in shapes), AttentionOptions())
+    with pytest.raises(error) as raised:
+        problem.check_softmax_tensors(SoftmaxTensors(alibi_slopes=slopes))
     assert fragment in str(raised.value)
 
 
