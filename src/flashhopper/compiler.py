@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flashhopper.config import AnySpec, BackwardSpec, PostprocessSpec, PreprocessSpec
+from flashhopper.config import AnySpec, BackwardSpec, PostprocessSpec, PreprocessSpec, ScheduleSpec
 from flashhopper.disk_cache import DiskCache, cache_dir
 from flashhopper.kernel_binary import Kernel, export_object, link_shared, load_kernel
 from flashhopper.toolchain import COMPILE_OPTIONS, Toolchain, current_toolchain
@@ -53,6 +53,10 @@ def compile_spec(spec: AnySpec, options: str = COMPILE_OPTIONS) -> Any:
         from flashhopper.kernels.backward_pre import compile_preprocess
 
         return compile_preprocess(spec, options=options)
+    if isinstance(spec, ScheduleSpec):
+        from flashhopper.kernels.schedule import compile_schedule
+
+        return compile_schedule(spec, options=options)
     if isinstance(spec, PostprocessSpec):
         from flashhopper.kernels.backward_post import compile_postprocess
 

@@ -6,7 +6,7 @@ the card sees it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
 WARPGROUP_THREADS = 128
@@ -147,12 +147,50 @@ class ForwardConfig:
             raise ConfigError(f"{self}: {'; '.join(problems)}")
 
 
+def _mask_name(spec: KernelSpec | BackwardSpec) -> str:
+    """For the names of kernels: ``causal``, ``window_softcap``, ``full_ragged``."""
+    mask = [] if spec.features.window else ["causal" if spec.causal else "full"]
+    return "_".join(mask + spec.features.names)
+
+
+def _check_features(spec: KernelSpec | BackwardSpec) -> None:
+    if spec.features.window and spec.causal:
+        raise ConfigError("causal with a window: a causal mask is a window that ends at the row's own position")
+
+
 def _check_padded_dims(dtype: str, head_dim: int, head_dim_v: int) -> None:
     if dtype not in ELEMENT_BYTES:
         raise ConfigError(f"dtype={dtype!r}: accepted are {', '.join(ELEMENT_BYTES)}")
     for name, value in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
         if value % 32 or not 64 <= value <= 256:
             raise ConfigError(f"{name}={value} must be a multiple of 32 from 64 to 256; TMA pads what is smaller")
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a kernel has beside plain and causal attention. Each costs something, so each is compiled in on request."""
+
+    window: bool = False
+    """A row sees a run of keys around its own position: ``window_size``."""
+    chunk: bool = False
+    """A row sees the keys of its chunk: ``attention_chunk``. Comes with ``window``."""
+    softcap: bool = False
+    alibi: bool = False
+    sink: bool = False
+    """A learnable sink in the denominator. The backward needs only the LSE that contains it."""
+    ragged: bool = False
+    """Sequences one after another in one tensor: ``cu_seqlens``."""
+
+    def __post_init__(self) -> None:
+        if self.chunk and not self.window:
+            raise ConfigError("chunk without window: a chunk is cut out of a window, which may be unbounded")
+
+    @property
+    def names(self) -> list[str]:
+        return [field.name for field in fields(self) if getattr(self, field.name)]
+
+
+PLAIN = Features()
 
 
 @dataclass(frozen=True)
@@ -166,10 +204,16 @@ class KernelSpec:
     head_dim: int
     head_dim_v: int
     causal: bool
-    config: ForwardConfig = field()
+    config: ForwardConfig
+    features: Features = PLAIN
 
     def __post_init__(self) -> None:
         _check_padded_dims(self.dtype, self.head_dim, self.head_dim_v)
+        _check_features(self)
+        if self.features.window and self.config.prefetch_scores:
+            raise ConfigError("prefetch_scores with a window: blocks at the end of a tile may have to be skipped first")
+        if self.features.ragged and self.config.scheduler == "single":
+            raise ConfigError("scheduler='single' takes the number of tiles on the host, unknown for ragged batches")
         if self.dtype == "float16" and self.config.softmax == "lazy":
             raise ConfigError("softmax='lazy' lets P grow to 2**30, float16 ends at 65504: use softmax='exact'")
         self.config.check_feasible(self.head_dim, self.head_dim_v)
@@ -177,7 +221,7 @@ class KernelSpec:
     @property
     def name(self) -> str:
         """A readable name, one line in logs: ``fwd_bfloat16_d128x128_causal_128x128``."""
-        kind = "causal" if self.causal else "full"
+        kind = _mask_name(self)
         tile = f"{self.config.tile_m}x{self.config.tile_n}"
         return f"fwd_{self.dtype}_d{self.head_dim}x{self.head_dim_v}_{kind}_{tile}"
 
@@ -299,15 +343,19 @@ class BackwardSpec:
     causal: bool
     deterministic: bool
     config: BackwardConfig
+    features: Features = PLAIN
 
     def __post_init__(self) -> None:
         _check_padded_dims(self.dtype, self.head_dim, self.head_dim_v)
+        _check_features(self)
+        if self.features.sink:
+            raise ConfigError("the backward has no sink of its own: the LSE contains it")
         self.config.check_feasible(self.head_dim, self.head_dim_v)
 
     @property
     def name(self) -> str:
         """A readable name, one line in logs: ``bwd_bfloat16_d128x128_causal_64x128``."""
-        kind = "causal" if self.causal else "full"
+        kind = _mask_name(self)
         order = "_deterministic" if self.deterministic else ""
         dims, tile = f"d{self.head_dim}x{self.head_dim_v}", f"{self.config.tile_m}x{self.config.tile_n}"
         return f"bwd_{self.dtype}_{dims}_{kind}{order}_{tile}"
@@ -321,10 +369,12 @@ class PreprocessSpec:
     head_dim: int
     head_dim_v: int
     has_lse_grad: bool
+    ragged: bool = False
 
     @property
     def name(self) -> str:
-        return f"bwd_pre_{self.dtype}_d{self.head_dim}x{self.head_dim_v}{'_lse' if self.has_lse_grad else ''}"
+        flags = ("_lse" if self.has_lse_grad else "") + ("_ragged" if self.ragged else "")
+        return f"bwd_pre_{self.dtype}_d{self.head_dim}x{self.head_dim_v}{flags}"
 
 
 @dataclass(frozen=True)
@@ -333,10 +383,25 @@ class PostprocessSpec:
 
     dtype: Dtype
     head_dim: int
+    ragged: bool = False
 
     @property
     def name(self) -> str:
-        return f"bwd_post_{self.dtype}_d{self.head_dim}"
+        return f"bwd_post_{self.dtype}_d{self.head_dim}{'_ragged' if self.ragged else ''}"
 
 
-AnySpec = KernelSpec | BackwardSpec | PreprocessSpec | PostprocessSpec
+@dataclass(frozen=True)
+class ScheduleSpec:
+    """The kernel that lists a ragged batch's sequences, longest first, for the tile schedulers."""
+
+    has_used_rows: bool
+    """Whether ``seqused`` says how many rows of the side that is cut into tiles are used …"""
+    has_used_others: bool
+    """… and of the other side."""
+
+    @property
+    def name(self) -> str:
+        return f"schedule{'_used_rows' if self.has_used_rows else ''}{'_used_others' if self.has_used_others else ''}"
+
+
+AnySpec = KernelSpec | BackwardSpec | PreprocessSpec | PostprocessSpec | ScheduleSpec

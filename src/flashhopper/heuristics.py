@@ -10,6 +10,7 @@ from flashhopper.config import (
     BackwardConfig,
     BackwardSpec,
     Dtype,
+    Features,
     ForwardConfig,
     KernelSpec,
     PostprocessSpec,
@@ -131,14 +132,17 @@ class BackwardRow(NamedTuple):
 _D192_BACKWARD = BackwardConfig(64, 64, "operands", num_dq_stages=2)
 _D192_BACKWARD_REASON = "dK and dV of 64 keys together take more registers than one warpgroup has; not searched"
 
+_D64_64_ROWS = BackwardConfig(
+    64, 128, num_q_stages=4, num_do_stages=4, num_ds_stages=3, num_dq_stages=2, group_waves=_CAUSAL_WAVES
+)
+_D128_OPERANDS = BackwardConfig(64, 64, "operands", num_q_stages=3, num_do_stages=3, num_dq_stages=2)
+
 # Searched in order, as TILE_TABLE. Figures: H200, sustained, all three kernels.
 BACKWARD_TABLE: tuple[BackwardRow, ...] = (
     BackwardRow(
         64,
         64,
-        BackwardConfig(
-            64, 128, num_q_stages=4, num_do_stages=4, num_ds_stages=3, num_dq_stages=2, group_waves=_CAUSAL_WAVES
-        ),
+        _D64_64_ROWS,
         "half of a diagonal block is wasted, and 64 rows waste less: at 512 queries 199 against 191 TFLOPS, with P of "
         "the next block under dK 193; at 1k 285 against 294",
         causal=True,
@@ -180,12 +184,30 @@ BACKWARD_TABLE: tuple[BackwardRow, ...] = (
 )
 
 
+def is_masked(problem: AttentionProblem) -> bool:
+    """Whether tiles differ in length: such problems take the rows of causal masks."""
+    return problem.mask.causal or problem.mask.window is not None or problem.ragged is not None
+
+
+def features_of(problem: AttentionProblem, has_sink: bool = False, has_alibi: bool = False) -> Features:
+    """What the kernels of a validated problem need beside plain and causal attention."""
+    window = problem.mask.window
+    return Features(
+        window=window is not None,
+        chunk=window is not None and window[2] > 0,
+        softcap=problem.options.softcap != 0.0,
+        alibi=has_alibi,
+        sink=has_sink,
+        ragged=problem.ragged is not None,
+    )
+
+
 def select_row(problem: AttentionProblem) -> TileRow:
     """The row of the table that serves a validated problem."""
     for row in TILE_TABLE:
         fits_dims = problem.head_dim <= row.head_dim and problem.head_dim_v <= row.head_dim_v
         fits_length = row.max_seqlen_k is None or problem.seqlen_k <= row.max_seqlen_k
-        if fits_dims and fits_length and row.causal == problem.options.causal:
+        if fits_dims and fits_length and row.causal == is_masked(problem):
             return row
     raise AssertionError(f"no row of TILE_TABLE covers {problem}")  # validate() admits only what the last rows cover
 
@@ -195,31 +217,53 @@ def select_config(problem: AttentionProblem) -> ForwardConfig:
     return _for_dtype(select_row(problem).config, DTYPES[problem.dtype])
 
 
-def select_spec(problem: AttentionProblem, config: ForwardConfig | None = None) -> KernelSpec:
+def select_spec(
+    problem: AttentionProblem, config: ForwardConfig | None = None, features: Features | None = None
+) -> KernelSpec:
     """The kernel for a validated problem; ``config`` overrides the table's."""
     row = select_row(problem)
     dtype = DTYPES[problem.dtype]
-    chosen = _for_dtype(row.config, dtype) if config is None else config
-    return KernelSpec(dtype, row.head_dim, row.head_dim_v, row.causal, chosen)
+    features = features_of(problem) if features is None else features
+    chosen = for_features(_for_dtype(row.config, dtype), features) if config is None else config
+    return KernelSpec(dtype, row.head_dim, row.head_dim_v, problem.mask.causal, chosen, features)
+
+
+def for_features(config: ForwardConfig, features: Features) -> ForwardConfig:
+    """The table's configuration without what its kernel's features exclude."""
+    return replace(config, prefetch_scores=False) if features.window else config
 
 
 def select_backward_row(problem: AttentionProblem) -> BackwardRow:
     """The row of the backward's table that serves a validated problem."""
     for row in BACKWARD_TABLE:
         fits_dims = problem.head_dim <= row.head_dim and problem.head_dim_v <= row.head_dim_v
-        fits_mask = row.causal is None or row.causal == problem.options.causal
+        fits_mask = row.causal is None or row.causal == is_masked(problem)
         fits_length = row.max_seqlen_q is None or problem.seqlen_q <= row.max_seqlen_q
         if fits_dims and fits_mask and fits_length:
             return row
     raise AssertionError(f"no row of BACKWARD_TABLE covers {problem}")
 
 
-def select_backward_spec(problem: AttentionProblem, config: BackwardConfig | None = None) -> BackwardSpec:
+def select_backward_spec(
+    problem: AttentionProblem, config: BackwardConfig | None = None, features: Features | None = None
+) -> BackwardSpec:
     """The main backward kernel for a validated problem; ``config`` overrides the table's."""
-    row, options = select_backward_row(problem), problem.options
-    chosen = row.config if config is None else config
+    row = select_backward_row(problem)
     dims = row.head_dim, row.head_dim_v
-    return BackwardSpec(DTYPES[problem.dtype], *dims, options.causal, options.deterministic, chosen)
+    features = replace(features_of(problem) if features is None else features, sink=False)
+    chosen = _with_fewer_registers(row, features) if config is None else config
+    flags = problem.mask.causal, problem.options.deterministic
+    return BackwardSpec(DTYPES[problem.dtype], *dims, *flags, chosen, features)
+
+
+def _with_fewer_registers(row: BackwardRow, features: Features) -> BackwardConfig:
+    """Softcap keeps a factor per score, ALiBi a distance: what spills with the table's tiles gets smaller ones."""
+    dims = row.head_dim, row.head_dim_v
+    if dims == (64, 64) and (features.softcap or features.alibi):
+        return _D64_64_ROWS
+    if dims == (128, 128) and features.softcap:
+        return _D128_OPERANDS
+    return row.config
 
 
 def all_specs() -> list[AnySpec]:

@@ -2,22 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from flashhopper.compiler import get_kernel
-from flashhopper.config import ROWS_PER_WARPGROUP, BackwardConfig, PostprocessSpec, PreprocessSpec
+from flashhopper.config import PLAIN, ROWS_PER_WARPGROUP, BackwardConfig, PostprocessSpec, PreprocessSpec
 from flashhopper.device import hopper_multiprocessors
-from flashhopper.heuristics import select_backward_spec
-from flashhopper.launch import LOG2_E, MAX_TILES, SMALLEST_SCALE, types_of
-from flashhopper.problem import AttentionOptions, AttentionProblem, RaggedTensors, TensorFacts
+from flashhopper.heuristics import features_of, select_backward_spec
+from flashhopper.launch import (
+    LOG2_E,
+    MAX_TILES,
+    NO_SOFTMAX_TENSORS,
+    Given,
+    KernelScales,
+    Schedule,
+    given,
+    kernel_window,
+    types_of,
+    with_batch,
+)
+from flashhopper.problem import (
+    AttentionOptions,
+    AttentionProblem,
+    RaggedFacts,
+    RaggedTensors,
+    SoftmaxTensors,
+    TensorFacts,
+)
 from flashhopper.tma_view import TmaView, aligned
 
 ROW_PADDING = 128  # rows of the per-row statistics and of the dQ accumulator: a multiple of every tile_m
 
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+class Gradients(NamedTuple):
+    """Of a call's inputs, and of its sink if it has one."""
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    dsink: torch.Tensor | None = None
 
 
 class Saved(NamedTuple):
@@ -41,8 +67,10 @@ def backward(
     grad_lse: torch.Tensor | None = None,
     config: BackwardConfig | None = None,
     ragged: RaggedTensors | None = None,
+    softmax_tensors: SoftmaxTensors = NO_SOFTMAX_TENSORS,
 ) -> Gradients:
-    """dQ, dK, dV on CUDA tensors, contiguous and in the inputs' dtype; ``config`` overrides the tile table.
+    """dQ, dK, dV on CUDA tensors, contiguous and in the inputs' dtype, and dsink in the sink's if there is one;
+    ``config`` overrides the tile table.
 
     ``dout`` has out's shape, ``(batch, seqlen_q, heads, head_dim_v)`` or ``(total_q, heads, head_dim_v)``, and any
     strides; ``grad_lse`` has LSE's, ``(batch, heads, seqlen_q)`` or ``(heads, total_q)``, or is None.
@@ -51,10 +79,23 @@ def backward(
     if dout.stride(-1) != 1:  # what sum() and mean() send back is one expanded number
         dout = dout.contiguous()
     facts = TensorFacts.of(out), TensorFacts.of(dout)
-    plan = _plan(problem, facts, types_of(options), grad_lse is not None, config)
+    has = given(problem, softmax_tensors)
+    plan = _plan(problem, facts, types_of(options), has, grad_lse is not None, config)
     if plan is None:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    return plan(Saved(q, k, v, out, lse), dout, grad_lse)
+        return _gradients_without_pairs(Saved(q, k, v, out, lse), grad_lse, softmax_tensors.learnable_sink)
+    return plan(Saved(q, k, v, out, lse), dout, grad_lse, softmax_tensors, ragged)
+
+
+def _gradients_without_pairs(saved: Saved, grad_lse: torch.Tensor | None, sink: torch.Tensor | None) -> Gradients:
+    """No query meets a key: all that depends on anything is the LSE, on the sink."""
+    dsink = None
+    if sink is not None:
+        dsink = torch.zeros_like(sink)
+        if grad_lse is not None:
+            has_sink = saved.lse > -torch.inf  # rows of no sequence have no sink either
+            dsink = grad_lse.where(has_sink, 0.0).movedim(-2, 0).flatten(1).sum(1).to(sink.dtype)
+    dq, dk, dv = (torch.zeros_like(x) for x in (saved.q, saved.k, saved.v))
+    return Gradients(dq, dk, dv, dsink)
 
 
 @lru_cache(maxsize=4096)
@@ -62,22 +103,21 @@ def _plan(
     problem: AttentionProblem,
     facts: tuple[TensorFacts, TensorFacts],
     option_types: tuple[type, ...],
+    has: Given | None,
     has_lse_grad: bool,
     config: BackwardConfig | None,
 ) -> _BackwardPlan | None:
-    """None where a side is empty: every gradient is 0."""
+    """None where a side is empty: every gradient of q, k and v is 0."""
     problem.validate()
-    if problem.ragged is not None:
-        raise NotImplementedError("gradients of ragged batches are not there yet on CUDA tensors")
     out, dout = facts
     shape = problem.out_shape
-    for name, given in (("out", out), ("dout", dout)):
-        if (tuple(given.shape), given.dtype, given.device) != (shape, problem.dtype, problem.device):
-            raise ValueError(f"{name} is {given}; expected shape {shape}, {problem.dtype} on {problem.device}")
+    for name, found in (("out", out), ("dout", dout)):
+        if (tuple(found.shape), found.dtype, found.device) != (shape, problem.dtype, problem.device):
+            raise ValueError(f"{name} is {found}; expected shape {shape}, {problem.dtype} on {problem.device}")
     num_sms = hopper_multiprocessors(problem.device)
-    if problem.batch == 0 or problem.seqlen_q == 0 or problem.seqlen_k == 0:
+    if problem.batch == 0 or problem.rows_q == 0 or problem.rows_k == 0:
         return None
-    return _BackwardPlan(problem, facts, num_sms, has_lse_grad, config)
+    return _BackwardPlan(problem, facts, num_sms, has, has_lse_grad, config)
 
 
 class _BackwardPlan:
@@ -88,65 +128,125 @@ class _BackwardPlan:
         problem: AttentionProblem,
         facts: tuple[TensorFacts, TensorFacts],
         num_sms: int,
+        has: Given | None,
         has_lse_grad: bool,
         config: BackwardConfig | None,
     ):
         self.problem, self.max_ctas = problem, num_sms - problem.options.sm_margin
-        spec = select_backward_spec(problem, config)
-        self.padded_rows = -(-problem.seqlen_q // ROW_PADDING) * ROW_PADDING
-        heads = problem.batch * problem.num_heads
-        row_blocks = self.padded_rows // ROWS_PER_WARPGROUP
-        key_tiles = -(-problem.seqlen_k // spec.config.tile_n) * problem.batch * problem.num_heads_k
+        self.features = replace(features_of(problem, *(has or ())), sink=False)
+        spec = select_backward_spec(problem, config, self.features)
+        tensors: tuple[TensorFacts, ...] = (problem.q, problem.k, problem.v, *facts)
+        self.batch, padded_rows = problem.batch, -(-problem.seqlen_q // ROW_PADDING) * ROW_PADDING
+        self.schedules: tuple[Schedule, Schedule] | None = None
+        if problem.ragged is not None:
+            self.schedules = _schedules(problem, problem.ragged, spec.config.tile_n)
+            tensors = tuple(map(with_batch, tensors))
+            # Whole blocks of ROW_PADDING rows for every sequence: see kernels.backward_grid.padded_row.
+            self.batch, padded_rows = 1, problem.rows_q // ROW_PADDING * ROW_PADDING + problem.batch * ROW_PADDING
+            padded_rows += ROW_PADDING
+        heads = self.batch * problem.num_heads
+        row_blocks = padded_rows // ROWS_PER_WARPGROUP
+        key_tiles = -(-problem.rows_k // spec.config.tile_n) * self.batch * problem.num_heads_k
         if max(heads * row_blocks, key_tiles) > MAX_TILES:
             raise ValueError(
                 f"q has shape {tuple(problem.q.shape)}, k {tuple(problem.k.shape)}: more than {MAX_TILES} tiles"
             )
-        self.preprocess = get_kernel(PreprocessSpec(spec.dtype, spec.head_dim, spec.head_dim_v, has_lse_grad))
+        is_ragged = problem.ragged is not None
+        dims = spec.head_dim, spec.head_dim_v
+        self.preprocess = get_kernel(PreprocessSpec(spec.dtype, *dims, has_lse_grad, is_ragged))
         self.kernel = get_kernel(spec)
-        self.postprocess = get_kernel(PostprocessSpec(spec.dtype, spec.head_dim))
+        self.postprocess = get_kernel(PostprocessSpec(spec.dtype, spec.head_dim, is_ragged))
+        self.statistics_shape = (2, self.batch, problem.num_heads, padded_rows)
         self.accumulator_shape = (heads, row_blocks, ROWS_PER_WARPGROUP * spec.head_dim)
         chunks = spec.head_dim // spec.config.dq_columns
         self.chunked_shape = (heads, row_blocks, chunks, ROWS_PER_WARPGROUP * spec.config.dq_columns)
-        m_blocks = -(-problem.seqlen_q // spec.config.tile_m)
+        m_blocks = -(-padded_rows // spec.config.tile_m)
         self.semaphores_shape = (heads, m_blocks) if spec.deterministic else None
         self.workspace_words = 1 + (heads * m_blocks if spec.deterministic else 0)
-        self.scale = problem.softmax_scale
-        self.scale_log2 = max(self.scale * LOG2_E, SMALLEST_SCALE)
-        self.views = [TmaView(given) for given in (problem.q, problem.k, problem.v, *facts)]
+        self.scale, self.scales, self.window = problem.softmax_scale, KernelScales.of(problem), kernel_window(problem)
+        self.views = [TmaView(found) for found in tensors]
 
-    def __call__(self, saved: Saved, dout: torch.Tensor, grad_lse: torch.Tensor | None) -> Gradients:
+    def __call__(
+        self,
+        saved: Saved,
+        dout: torch.Tensor,
+        grad_lse: torch.Tensor | None,
+        softmax_tensors: SoftmaxTensors,
+        ragged: RaggedTensors | None,
+    ) -> Gradients:
         with torch.cuda.device(self.problem.device):
-            return self._launch(saved, dout, grad_lse)
+            return self._launch(saved, dout, grad_lse, softmax_tensors, ragged)
 
-    def _launch(self, saved: Saved, dout: torch.Tensor, grad_lse: torch.Tensor | None) -> Gradients:
-        given = saved.q, saved.k, saved.v, saved.out, dout
-        q, k, v, out, dout = (
-            aligned(view(tensor) if view.changes else tensor) for view, tensor in zip(self.views, given, strict=True)
-        )
+    def _launch(
+        self,
+        saved: Saved,
+        dout: torch.Tensor,
+        grad_lse: torch.Tensor | None,
+        softmax_tensors: SoftmaxTensors,
+        ragged: RaggedTensors | None,
+    ) -> Gradients:
         p, device = self.problem, self.problem.device
-        lse_log2, delta = torch.empty(
-            (2, p.batch, p.num_heads, self.padded_rows), dtype=torch.float32, device=device
-        ).unbind()
+        lse, sink = saved.lse, softmax_tensors.learnable_sink
+        inputs: tuple[torch.Tensor, ...] = (saved.q, saved.k, saved.v, saved.out, dout)
+        by_keys = by_queries = None
+        if self.schedules is not None and ragged is not None:
+            by_keys, by_queries = (schedule(ragged) for schedule in self.schedules)
+            inputs = tuple(tensor.unsqueeze(0) for tensor in inputs)
+            lse = lse.unsqueeze(0)
+        q, k, v, out, dout = (
+            aligned(view(tensor) if view.changes else tensor) for view, tensor in zip(self.views, inputs, strict=True)
+        )
+        statistics = torch.empty(self.statistics_shape, dtype=torch.float32, device=device)
         accumulator = torch.empty(self.accumulator_shape, dtype=torch.float32, device=device)
         dq, dk, dv = (torch.empty(facts.shape, dtype=p.dtype, device=device) for facts in (p.q, p.k, p.v))
-        workspace = torch.empty(
-            self.workspace_words, dtype=torch.int32, device=device
-        )  # the preprocess kernel zeroes it
+        # The preprocess kernel zeroes it, but does not know how many CTAs it has if ragged.
+        allocate = torch.empty if by_keys is None else torch.zeros
+        workspace = allocate(self.workspace_words, dtype=torch.int32, device=device)
+        if by_keys is not None and sink is not None:  # padding between the sequences is read below
+            statistics[0].fill_(torch.inf)
+            statistics[1].zero_()
+        lse_log2, delta = statistics.unbind()
         semaphores = workspace[1:].view(self.semaphores_shape) if self.semaphores_shape is not None else None
         if grad_lse is not None:
-            grad_lse = grad_lse.contiguous()
-        self.preprocess(out, dout, saved.lse, grad_lse, lse_log2, delta, accumulator, workspace)
+            grad_lse = grad_lse.contiguous().view(lse.shape)
+        self.preprocess(out, dout, lse, grad_lse, lse_log2, delta, accumulator, workspace, by_queries)
+        features = None
+        if self.features != PLAIN:
+            slopes = None
+            if softmax_tensors.alibi_slopes is not None:
+                slopes = self.scales.slopes(softmax_tensors.alibi_slopes, p.batch)
+            features = (self.window, self.scales.softcap, slopes, None, by_keys)
         self.kernel(
             (q, k, v, dout),
             lse_log2,
             delta,
             accumulator.view(self.chunked_shape),
-            (dk, dv),
+            (_as_batch(dk), _as_batch(dv)),
             workspace[:1],
             semaphores,
             self.scale,
-            self.scale_log2,
+            self.scales.scale_log2,
             self.max_ctas,
+            features,
         )
-        self.postprocess(accumulator, dq, self.scale)
-        return dq, dk, dv
+        self.postprocess(accumulator, _as_batch(dq), self.scale, by_queries)
+        return Gradients(dq, dk, dv, None if sink is None else _sink_gradient(sink, lse_log2, delta))
+
+
+def _schedules(problem: AttentionProblem, ragged: RaggedFacts, tile_n: int) -> tuple[Schedule, Schedule]:
+    """By keys for the main kernel; by queries for those before and after it."""
+    by_keys = Schedule(ragged, by_keys=True, total_rows=problem.rows_k, tile_rows=tile_n, heads=problem.num_heads_k)
+    return by_keys, Schedule(
+        ragged, by_keys=False, total_rows=problem.rows_q, tile_rows=ROW_PADDING, heads=problem.num_heads
+    )
+
+
+def _as_batch(tensor: torch.Tensor) -> torch.Tensor:
+    """Packed sequences as a batch of 1."""
+    return tensor if tensor.dim() == 4 else tensor.unsqueeze(0)
+
+
+def _sink_gradient(sink: torch.Tensor, lse_log2: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """The sink is a key whose value is 0: its dP is 0, so that its dS is -P · delta, summed over all rows."""
+    logits = (sink.detach().float() * LOG2_E)[:, None]
+    return -(torch.exp2(logits - lse_log2) * delta).sum(dim=(0, 2)).to(sink.dtype)

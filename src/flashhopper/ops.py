@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from flashhopper import launch, launch_backward
-from flashhopper.launch_backward import Gradients
+from flashhopper.launch_backward import Saved
 from flashhopper.problem import AttentionOptions, RaggedTensors, SoftmaxTensors
 
 
 class _Attention(torch.autograd.Function):
-    """Forward and backward through the kernels. Saved for backward: q, k, v, out, LSE, and the lengths if ragged."""
+    """Forward and backward through the kernels. Saved for backward: q, k, v, out, LSE, and what else the call has of
+    a sink, slopes and lengths."""
 
     @staticmethod
     def forward(
@@ -21,12 +22,15 @@ class _Attention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        learnable_sink: torch.Tensor | None,
+        alibi_slopes: torch.Tensor | None,
         options: AttentionOptions,
         ragged: RaggedTensors | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = launch.forward(q, k, v, options, ragged=ragged)
+        softmax_tensors = SoftmaxTensors(learnable_sink, alibi_slopes)
+        out, lse = launch.forward(q, k, v, options, ragged=ragged, softmax_tensors=softmax_tensors)
         ctx.max_seqlens, lengths = ((), ()) if ragged is None else (ragged[:2], ragged[2:])
-        ctx.save_for_backward(q, k, v, out, lse, *lengths)
+        ctx.save_for_backward(q, k, v, out, lse, learnable_sink, alibi_slopes, *lengths)
         ctx.options = options
         ctx.set_materialize_grads(False)
         return out, lse
@@ -34,15 +38,18 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
         if grad_out is None and grad_lse is None:
-            return None, None, None, None, None
+            return (None,) * 7
         # Once: checkpointing and offloading unpack what they saved a single time.
-        q, k, v, out, lse, *lengths = ctx.saved_tensors
+        q, k, v, out, lse, learnable_sink, alibi_slopes, *lengths = ctx.saved_tensors
         ragged = RaggedTensors(*ctx.max_seqlens, *lengths) if lengths else None
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        gradients = _AttentionBackward.apply(grad_out, q, k, v, out, lse, ctx.options, grad_lse, ragged)
+        saved = Saved(q, k, v, out, lse)
+        gradients = _AttentionBackward.apply(
+            grad_out, *saved, learnable_sink, alibi_slopes, grad_lse, ctx.options, ragged
+        )
         needed = zip(gradients, ctx.needs_input_grad, strict=False)
-        return *(gradient if is_needed else None for gradient, is_needed in needed), None, None
+        return *(gradient if is_needed else None for gradient, is_needed in needed), None, None, None
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -61,11 +68,19 @@ class _AttentionBackward(torch.autograd.Function):
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        options: AttentionOptions,
+        learnable_sink: torch.Tensor | None,
+        alibi_slopes: torch.Tensor | None,
         grad_lse: torch.Tensor | None,
+        options: AttentionOptions,
         ragged: RaggedTensors | None,
-    ) -> Gradients:
-        return launch_backward.backward(grad_out, q, k, v, out, lse, options, grad_lse, ragged=ragged)
+    ) -> tuple[torch.Tensor | None, ...]:
+        softmax_tensors = SoftmaxTensors(learnable_sink, alibi_slopes)
+        saved = Saved(q, k, v, out, lse)
+        return tuple(
+            launch_backward.backward(
+                grad_out, *saved, options, grad_lse, ragged=ragged, softmax_tensors=softmax_tensors
+            )
+        )
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[None, ...]:
@@ -99,13 +114,11 @@ def _attention(
     softmax_tensors: SoftmaxTensors,
     ragged: RaggedTensors | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if softmax_tensors.learnable_sink is not None or softmax_tensors.alibi_slopes is not None:
-        return launch.forward_with_softmax_tensors(q, k, v, options, softmax_tensors, ragged)
     needs_grad = torch.is_grad_enabled() and isinstance(q, torch.Tensor) and q.is_cuda
-    if needs_grad and any(getattr(t, "requires_grad", False) for t in (q, k, v)):
-        result: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(q, k, v, options, ragged)
+    if needs_grad and any(getattr(t, "requires_grad", False) for t in (q, k, v, *softmax_tensors)):
+        result: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(q, k, v, *softmax_tensors, options, ragged)
         return result
-    return launch.forward(q, k, v, options, ragged=ragged)
+    return launch.forward(q, k, v, options, ragged=ragged, softmax_tensors=softmax_tensors)
 
 
 _attention_outside_graph: Callable[..., tuple[torch.Tensor, torch.Tensor]] = torch.compiler.disable(_attention)

@@ -13,6 +13,7 @@ from flashhopper.config import Dtype
 MAX_HEAD_DIM = 256
 MAX_SOFTMAX_SCALE = 2.0**20  # with scores of ordinary size stays below what the kernels' exponents can hold
 MAX_EXTENT = 2**31 - 1024  # rows, up to the end of the last tile, and heads are 32-bit; offsets in elements 64-bit
+MAX_WINDOW_ROWS = 2**30 - 1024  # sums of a position and a window's sides must fit 32 bits
 DTYPES: dict[torch.dtype, Dtype] = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 CPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -123,6 +124,14 @@ class SoftmaxTensors(NamedTuple):
 
     learnable_sink: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
+
+
+class Mask(NamedTuple):
+    """Which of the kernels' masks a call needs."""
+
+    causal: bool
+    window: tuple[int, int, int] | None
+    """Keys to the left and to the right (-1: without bound), keys per chunk (0: no chunks)."""
 
 
 class AttentionProblem(NamedTuple):
@@ -290,20 +299,50 @@ class AttentionProblem(NamedTuple):
             raise TypeError(f"sm_margin must be an int, got {type(options.sm_margin).__name__}")
         if options.sm_margin < 0:
             raise ValueError(f"sm_margin is {options.sm_margin}; accepted is a number of SMs of at least 0")
-        for name, later in _LATER.items():
+        for name, option in _OPTIONS.items():
             value = getattr(options, name)
-            if not isinstance(value, later.types) or (isinstance(value, bool) and bool not in later.types):
-                names = " or ".join(t.__name__ for t in later.types)
+            if not isinstance(value, option.types) or (isinstance(value, bool) and bool not in option.types):
+                names = " or ".join(t.__name__ for t in option.types)
                 raise TypeError(f"{name} must be {names}, got {type(value).__name__}")
-            if value in later.accepted:
+            if value in option.accepted:
                 continue
-            if later.check is not None:
-                later.check(value)
-                if self.device.type == "cpu":
-                    continue
-            where = " on CUDA tensors" if later.check is not None else ""
-            today = " and ".join(map(repr, later.accepted))
-            raise NotImplementedError(f"{name}={value!r} is not there yet{where}; accepted today: {today}")
+            if option.check is not None:
+                option.check(value)
+                continue
+            today = " and ".join(map(repr, option.accepted))
+            raise NotImplementedError(f"{name}={value!r} is not there yet; accepted today: {today}")
+        if self.device.type == "cuda" and (self.mask.window is not None or self.ragged is not None):
+            for name, rows in (("q", self.rows_q), ("k", self.rows_k)):
+                if rows > MAX_WINDOW_ROWS:
+                    raise ValueError(
+                        f"{name} has {rows} rows; at most {MAX_WINDOW_ROWS} with windows, chunks or cu_seqlens"
+                    )
+
+    @property
+    def rows_q(self) -> int:
+        """Extent of q along the sequence: seqlen_q, or the total of a ragged batch."""
+        return self.q.shape[-3]
+
+    @property
+    def rows_k(self) -> int:
+        return self.k.shape[-3]
+
+    @property
+    def mask(self) -> Mask:
+        """What the mask options come to. A window that hides nothing is none, and one that ends at the row's own
+        position and has no other end is causal."""
+        options = self.options
+        left, right = options.window_size
+        chunk = options.attention_chunk
+        if left >= self.seqlen_k - 1:
+            left = -1
+        if options.causal:
+            right = 0  # at most: a causal window never looks ahead
+        elif right >= self.seqlen_q - 1:
+            right = -1
+        if chunk == 0 and left == -1 and right in (-1, 0):
+            return Mask(causal=right == 0, window=None)
+        return Mask(causal=False, window=(left, right, chunk))
 
     def check_softmax_tensors(self, tensors: SoftmaxTensors) -> None:
         """TypeError, ValueError or NotImplementedError unless these fit the problem."""
@@ -311,9 +350,6 @@ class AttentionProblem(NamedTuple):
             self._check_sink(tensors.learnable_sink)
         if tensors.alibi_slopes is not None:
             self._check_slopes(tensors.alibi_slopes)
-        if self.device.type != "cpu":
-            name = next(name for name, value in tensors._asdict().items() if value is not None)
-            raise NotImplementedError(f"{name} is not there yet on CUDA tensors; accepted today: None")
 
     def _check_sink(self, sink: torch.Tensor) -> None:
         if not isinstance(sink, torch.Tensor):
@@ -396,20 +432,20 @@ def _check_softcap(value: float) -> None:
         raise ValueError(f"softcap is {value}; accepted are finite numbers over 0, or 0 for none")
 
 
-class _Later(NamedTuple):
-    """An option that the kernels do not have yet."""
+class _Option(NamedTuple):
+    """An option whose values are checked, or are not there yet."""
 
     types: tuple[type, ...]
     accepted: tuple[object, ...]
     """The values that ask for nothing."""
     check: Callable[[Any], None] | None = None
-    """Of other values; set where CPU tensors have the option."""
+    """Of other values; without it they are not there yet."""
 
 
-_LATER = {
-    "window_size": _Later((tuple,), ((-1, -1),), _check_window),
-    "attention_chunk": _Later((int,), (0,), _check_chunk),
-    "softcap": _Later((float, int), (0.0,), _check_softcap),
-    "num_splits": _Later((int,), (1,)),
-    "pack_gqa": _Later((type(None), bool), (None, False)),
+_OPTIONS = {
+    "window_size": _Option((tuple,), ((-1, -1),), _check_window),
+    "attention_chunk": _Option((int,), (0,), _check_chunk),
+    "softcap": _Option((float, int), (0.0,), _check_softcap),
+    "num_splits": _Option((int,), (1,)),
+    "pack_gqa": _Option((type(None), bool), (None, False)),
 }

@@ -330,7 +330,7 @@ def _run_tile(blocks: _Blocks, at: slice, lazy: bool) -> _Tile:
 
     warpgroups = []
     for first_row in range(at.start, at.stop, ROWS_PER_WARPGROUP):
-        num_blocks, num_unmasked = key_blocks(
+        visited = key_blocks(
             first_row,
             blocks.seqlen_q,
             max(blocks.seqlen_k, 1),
@@ -339,7 +339,7 @@ def _run_tile(blocks: _Blocks, at: slice, lazy: bool) -> _Tile:
             causal=blocks.causal,
         )
         rows = slice(first_row, first_row + ROWS_PER_WARPGROUP)
-        warpgroups.append(_run_warpgroup(blocks, rows, num_blocks, num_unmasked if lazy else 0))
+        warpgroups.append(_run_warpgroup(blocks, rows, visited.num_blocks, visited.num_unmasked if lazy else 0))
     return _Tile(*(torch.cat(parts, dim=-2) for parts in zip(*warpgroups, strict=True)))
 
 

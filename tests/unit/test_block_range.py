@@ -37,9 +37,10 @@ def check_rows(seen: torch.Tensor, blocks: BlockRange, tile_n: int) -> torch.Ten
     """How often each pair of the existing rows ``seen (rows, keys)`` counts in the range; hidden pairs do not count
     where the block is masked."""
 
-    num_blocks, num_unmasked = blocks
+    num_blocks, num_unmasked, first, num_left = blocks
+    assert (first, num_left) == (0, 0)
     if len(seen) == 0:  # past the end of the sequence
-        assert blocks == (1, 0)
+        assert blocks == (1, 0, 0, 0)
     else:
         assert num_blocks == 1 or bool(seen[:, (num_blocks - 1) * tile_n :].any()), "the last block has no use"
         assert may_be_unmasked(seen, num_blocks, num_unmasked, tile_n)
@@ -117,10 +118,10 @@ def check_key_tiles(seqlen_q: int, seqlen_k: int, tile_m: int, tile_n: int, caus
     seen = visible_pairs(seqlen_q, seqlen_k, causal)
     for n_block in range(-(-seqlen_k // tile_n)):
         keys = slice(n_block * tile_n, (n_block + 1) * tile_n)
-        first, num_masked, num_blocks = query_blocks(
+        first, num_masked, num_blocks, num_whole = query_blocks(
             n_block, seqlen_q, seqlen_k, tile_m=tile_m, tile_n=tile_n, causal=causal
         )
-        assert 0 <= num_masked <= num_blocks
+        assert 0 <= num_masked <= num_blocks == num_masked + num_whole
         assert first + num_blocks == num_m_blocks
         for m_block in range(num_m_blocks):
             rows = slice(m_block * tile_m, (m_block + 1) * tile_m)

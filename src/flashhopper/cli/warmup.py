@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from flashhopper.compiler import is_cached, warm_kernel
-from flashhopper.config import ELEMENT_BYTES, AnySpec
+from flashhopper.config import ELEMENT_BYTES, AnySpec, ScheduleSpec
 from flashhopper.disk_cache import DiskCache, cache_dir
 
 if TYPE_CHECKING:
@@ -46,13 +46,15 @@ def positive(text: str) -> int:
 def select_specs(
     specs: Sequence[AnySpec], dtypes: Sequence[str] | None, head_dims: Sequence[int] | None
 ) -> list[AnySpec]:
-    """The specs asked for. A head dimension that no kernel has is served by the next larger one."""
-    sizes = sorted({spec.head_dim for spec in specs})
+    """The specs asked for. A head dimension that no kernel has is served by the next larger one; kernels without any
+    are always asked for."""
+    sizes = sorted({spec.head_dim for spec in specs if not isinstance(spec, ScheduleSpec)})
     padded = {min((size for size in sizes if size >= head_dim), default=None) for head_dim in head_dims or ()}
     return [
         spec
         for spec in specs
-        if (dtypes is None or spec.dtype in dtypes) and (head_dims is None or spec.head_dim in padded)
+        if isinstance(spec, ScheduleSpec)
+        or ((dtypes is None or spec.dtype in dtypes) and (head_dims is None or spec.head_dim in padded))
     ]
 
 

@@ -12,18 +12,19 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, mak
 from flashhopper.config import ELEMENT_BYTES, ROWS_PER_WARPGROUP, WARPGROUP_THREADS, BackwardSpec
 from flashhopper.kernels.backward_cta import BackwardCta, BackwardExtents, BackwardRings, TileSlot
 from flashhopper.kernels.backward_dq import DqAdder, DqTiles, DqWarpgroup
+from flashhopper.kernels.backward_grid import RaggedKeyGrid, key_tile_grid
 from flashhopper.kernels.backward_keys import KeysConsumer
 from flashhopper.kernels.backward_load import BackwardOperands, BackwardProducer, RowStatistics
 from flashhopper.kernels.backward_mma import BackwardMmas, BackwardTiles, GradientOutputs, transposed
 from flashhopper.kernels.backward_operands import KeyConsumer, ValueConsumer
 from flashhopper.kernels.backward_smem import BackwardLayouts, make_backward_storage
+from flashhopper.kernels.features import FeatureArgs, fake_feature_args
 from flashhopper.kernels.forward import ELEMENTS
 from flashhopper.kernels.load import TmaOperand
 from flashhopper.kernels.pipeline import WARPS_PER_WARPGROUP, TmaRing
+from flashhopper.kernels.ragged import ragged_view
 from flashhopper.kernels.tile_scheduler import TileGrid
-from flashhopper.kernels.values import ceil_div, maximum, minimum
-
-L2_BYTES = 32 << 20  # Q, dO and the dQ accumulator of the heads worked on at a time: half of the H200's L2
+from flashhopper.kernels.values import minimum
 
 
 def instruction_columns(head_dim: int) -> int:
@@ -50,17 +51,17 @@ class BackwardKernel:
         softmax_scale: Float32,
         softmax_scale_log2: Float32,
         max_ctas: Int32,
+        feature_args: Any,
         stream: Any,
     ):
         """``inputs``: q, k, v, dout, and ``outputs``: dk, dv, all ``(batch, seqlen, heads, head_dim)``. LSE (base 2)
         and delta: fp32 ``(batch, heads, padded rows)``. ``mdQ`` and ``semaphores``: see :class:`DqAdder`, zero;
-        ``counter`` int32 (1,), zero."""
+        ``counter`` int32 (1,), zero. Of a ragged batch, whose tensors are packed, batch is 1 and rows of the workspaces
+        are counted as :func:`padded_row` does. ``feature_args``: a :class:`FeatureArgs`, or None without features."""
         spec, config = self.spec, self.spec.config
         layouts = BackwardLayouts.create(spec, self.element)
         self.storage = make_backward_storage(spec, layouts, self.element)
-        gQ, gK, gV, gdO = (
-            cute.make_tensor(m.iterator, cute.select(m.layout, mode=[1, 3, 2, 0])) for m in inputs
-        )  # (seqlen, head_dim, heads, batch)
+        gQ, gK, gV, gdO = (self.tma_view(m) for m in inputs)
         load = cpasync.CopyBulkTensorTileG2SOp()
         d, dv = spec.head_dim, spec.head_dim_v
         tma_tensors = tuple(
@@ -72,7 +73,12 @@ class BackwardKernel:
                 (gdO, layouts.dO, (config.tile_m, dv)),
             )
         )
-        grid = self.make_grid(gQ, gK, max_ctas)
+        mQ, mK, _, _ = inputs
+        (batch, seqlen_q, heads, _), (_, seqlen_k, heads_k, _) = mQ.shape, mK.shape
+        grid = key_tile_grid(spec, (seqlen_q, seqlen_k), (heads, heads_k), batch, max_ctas)
+        num_ctas = minimum(grid.num_tiles, max_ctas)
+        if const_expr(spec.features.ragged):  # how many tiles there are is known to the device alone
+            num_ctas = max_ctas
         self.kernel(
             tma_tensors,
             (mLSE, mDelta),
@@ -82,22 +88,20 @@ class BackwardKernel:
             layouts,
             (softmax_scale, softmax_scale_log2),
             tuple(grid[:4]),
+            (seqlen_q, seqlen_k, heads, heads_k),
+            feature_args,
         ).launch(
-            grid=(minimum(grid.num_tiles, max_ctas), 1, 1),
+            grid=(num_ctas, 1, 1),
             block=(config.num_threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
         )
 
-    def make_grid(self, gQ: cute.Tensor, gK: cute.Tensor, max_ctas: Int32) -> TileGrid:
-        """One tile per key block; key block 0, which a causal mask leaves the most queries, first."""
-        spec, config = self.spec, self.spec.config
-        num_n_blocks, heads_k = ceil_div(gK.shape[0], config.tile_n), gK.shape[2]
-        total = heads_k * gK.shape[3]
-        row_bytes = ELEMENT_BYTES[spec.dtype] * (spec.head_dim + spec.head_dim_v) + 4 * spec.head_dim
-        in_l2 = maximum(L2_BYTES // row_bytes // gQ.shape[0] // (gQ.shape[2] // heads_k), 1)
-        in_waves = ceil_div(config.group_waves * max_ctas, num_n_blocks)
-        return TileGrid(num_n_blocks, heads_k, total, minimum(minimum(in_l2, in_waves), total), False)
+    def tma_view(self, m: cute.Tensor) -> cute.Tensor:
+        """(rows, head_dim, heads, batch); see :func:`ragged_view`."""
+        if self.spec.features.ragged:
+            return ragged_view(m, ELEMENT_BYTES[self.spec.dtype], 0)
+        return cute.make_tensor(m.iterator, cute.select(m.layout, mode=[1, 3, 2, 0]))
 
     def make_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma, cute.TiledMma]:
         """Sᵀ and dPᵀ, dK, dV, and dQ of the dQ warpgroup alone."""
@@ -127,10 +131,14 @@ class BackwardKernel:
         layouts: BackwardLayouts,
         scales: tuple,
         grid: tuple,
+        sizes: tuple,
+        feature_args: Any,
     ):
         spec, config = self.spec, self.spec.config
         (tma_Q, gQ), (tma_K, gK), (tma_V, gV), (tma_dO, gdO) = tma_tensors
         mdQ, counter, semaphores = accumulation
+        seqlen_q, seqlen_k, heads, heads_k = sizes
+        features = FeatureArgs() if const_expr(feature_args is None) else FeatureArgs(*feature_args)
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         sQ, sK, sV, sdO, sdS = (
             tile.get_tensor(layout.outer, swizzle=layout.inner)
@@ -154,8 +162,8 @@ class BackwardKernel:
             TmaRing(storage.ds_barriers.data_ptr(), config.num_ds_stages, 0),
             TmaRing(storage.dq_barriers.data_ptr(), config.num_dq_stages, 0),
         )
-        extents = BackwardExtents(gQ.shape[0], gK.shape[0], gQ.shape[2], gQ.shape[2] // gK.shape[2])
-        cta = BackwardCta(spec, rings, TileSlot(storage.tile_slot.data_ptr()), extents)
+        extents = BackwardExtents(seqlen_q, seqlen_k, heads, heads // heads_k)
+        cta = BackwardCta(spec, rings, TileSlot(storage.tile_slot.data_ptr()), extents, features)
         cta.initialise_barriers()
 
         warpgroup_index = cute.arch.make_warp_uniform(cute.arch.warp_idx() // WARPS_PER_WARPGROUP)
@@ -173,7 +181,10 @@ class BackwardKernel:
                     RowStatistics(statistics[0], sLSE),
                     RowStatistics(statistics[1], sDelta),
                 )
-                tile_grid = TileGrid(grid[0], grid[1], grid[2], grid[3], False)
+                tile_grid: Any = TileGrid(grid[0], grid[1], grid[2], grid[3], False)
+                table = features.sequence_table()
+                if const_expr(table is not None):
+                    tile_grid = RaggedKeyGrid(table, spec, (heads, heads_k), cute.arch.grid_dim()[0])
                 BackwardProducer(cta, operands, tile_grid, counter.iterator).run()
             for index in cutlass.range_constexpr(cta.num_adders):
                 if warp == 1 + index:
@@ -203,7 +214,7 @@ def compile_backward(spec: BackwardSpec, options: str = "--enable-tvm-ffi") -> A
     """Compile the kernel of a spec for the current target; needs neither a tensor nor a GPU.
 
     The result takes ``((q, k, v, dout), lse, delta, dq_acc, (dk, dv), counter, semaphores or None, softmax_scale,
-    softmax_scale_log2, max_ctas)``, on torch's current stream.
+    softmax_scale_log2, max_ctas, feature_args)``, on torch's current stream.
     """
     element, config = ELEMENTS[spec.dtype], spec.config
     batch, seqlen_q, seqlen_k, heads, heads_k, rows, batch_heads, row_blocks, m_blocks = (
@@ -238,6 +249,7 @@ def compile_backward(spec: BackwardSpec, options: str = "--enable-tvm-ffi") -> A
         Float32(1.0),
         Float32(1.0),
         Int32(1),
+        fake_feature_args(spec.features),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=options,
     )

@@ -4,12 +4,14 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Int32
+from cutlass import Constexpr, Int32, const_expr
 
 from flashhopper.config import BackwardSpec
-from flashhopper.kernels.block_range import query_blocks
+from flashhopper.kernels.block_range import key_blocks, query_blocks
+from flashhopper.kernels.cta import Lengths
+from flashhopper.kernels.features import FeatureArgs
 from flashhopper.kernels.pipeline import WARPS_PER_WARPGROUP, RingState, TmaRing
-from flashhopper.kernels.tile_scheduler import NO_TILE, TileCoord
+from flashhopper.kernels.tile_scheduler import NO_TILE
 from flashhopper.kernels.values import DynamicValues
 
 NUM_CONSUMERS = 2  # warpgroups
@@ -36,22 +38,23 @@ class BackwardExtents(NamedTuple):
 class KeyTile(DynamicValues):
     """The query blocks of the tile at hand: see :class:`QueryRange`. ``num_steps`` counts them over all query heads."""
 
-    dynamic = ("first", "num_masked", "num_blocks", "num_steps")
+    dynamic = ("first", "num_masked", "num_blocks", "num_whole", "num_steps")
 
-    def __init__(self, first: Any, num_masked: Any, num_blocks: Any, num_steps: Any):
-        self.first, self.num_masked, self.num_blocks, self.num_steps = first, num_masked, num_blocks, num_steps
+    def __init__(self, first: Any, num_masked: Any, num_blocks: Any, num_whole: Any, num_steps: Any):
+        self.first, self.num_masked, self.num_blocks = first, num_masked, num_blocks
+        self.num_whole, self.num_steps = num_whole, num_steps
 
 
 class TileSlot:
     """The tile's coordinates in shared memory, from the producer to all others; K's ring guards them."""
 
-    WORDS = 3
-    N_BLOCK, HEAD, BATCH = range(3)
+    WORDS = 7
+    N_BLOCK, HEAD, BATCH, SEQLEN_Q, SEQLEN_K, START_K, FIRST_ROW = range(7)  # the last four only of ragged batches
 
     def __init__(self, words: cute.Pointer):
         self.words = cute.make_tensor(words, cute.make_layout(self.WORDS))
 
-    def post(self, tile: TileCoord) -> None:
+    def post(self, tile: tuple[Int32, ...]) -> None:
         """Producer, one lane, before K's full barrier is armed."""
         for word, value in enumerate(tile):
             self.words[word] = value
@@ -72,23 +75,62 @@ class TileSlot:
 class BackwardCta:
     """The kernel's specialisation, its rings and the problem's extents."""
 
-    def __init__(self, spec: BackwardSpec, rings: BackwardRings, slot: TileSlot, extents: BackwardExtents):
-        self.spec, self.rings, self.slot = spec, rings, slot
+    def __init__(
+        self,
+        spec: BackwardSpec,
+        rings: BackwardRings,
+        slot: TileSlot,
+        extents: BackwardExtents,
+        features: FeatureArgs,
+    ):
+        self.spec, self.rings, self.slot, self.features = spec, rings, slot, features
+        self.window = features.key_window(spec.features)
         self.seqlen_q, self.seqlen_k, self.num_heads, self.heads_per_kv_head = extents
         self.num_adders = 2 if spec.deterministic else 1  # warps
 
-    def key_tile(self, n_block: Int32) -> KeyTile:
+    @cute.jit
+    def lengths(self, lane: Int32):
+        """Of the sequence of the tile at hand. Read before K's stage is released."""
+        lengths = Lengths(self.seqlen_q, self.seqlen_k)
+        if const_expr(self.spec.features.ragged):
+            lengths = Lengths(*(self.slot.read(word, lane) for word in (TileSlot.SEQLEN_Q, TileSlot.SEQLEN_K)))
+        return lengths
+
+    @cute.jit
+    def memory_batch(self, batch: Int32):
+        """The batch entry in the tensors: packed sequences are one."""
+        return Int32(0) if const_expr(self.spec.features.ragged) else batch
+
+    @cute.jit
+    def ragged_word(self, word: Constexpr[int], lane: Int32):
+        """A word of the tile's slot that is 0 without a ragged batch."""
+        return self.slot.read(word, lane) if const_expr(self.spec.features.ragged) else Int32(0)
+
+    def key_tile(self, n_block: Int32, lengths: Lengths) -> KeyTile:
         """The steps of the tile with this key block."""
         config = self.spec.config
         blocks = query_blocks(
             n_block,
-            self.seqlen_q,
-            self.seqlen_k,
+            *lengths,
             tile_m=config.tile_m,
             tile_n=config.tile_n,
             causal=self.spec.causal,
+            window=self.window,
         )
         return KeyTile(*blocks, blocks.num_blocks * self.heads_per_kv_head)
+
+    def first_key_block(self, m_block: Int32, lengths: Lengths) -> Any:
+        """The first of the key blocks that meet a query block."""
+        config = self.spec.config
+        blocks = key_blocks(
+            m_block * config.tile_m,
+            *lengths,
+            num_rows=config.tile_m,
+            tile_n=config.tile_n,
+            causal=self.spec.causal,
+            window=self.window,
+        )
+        return blocks.first
 
     def m_block(self, tile: KeyTile, step: Int32) -> Int32:
         """The query block of a step within a head, 0 ≤ step < num_blocks.
@@ -102,6 +144,9 @@ class BackwardCta:
 
     def is_masked(self, tile: KeyTile, step: Int32) -> Any:
         """Whether the query block of a step needs the element mask."""
+        if self.window is not None:
+            index = self.m_block(tile, step) - tile.first
+            return (index < tile.num_masked) | (index >= tile.num_masked + tile.num_whole)
         if self.spec.deterministic:
             return step >= tile.num_blocks - tile.num_masked
         return step < tile.num_masked

@@ -50,7 +50,7 @@ class DqWarpgroup:
         k_state = RingState.start(1)
         n_block = self.cta.receive(k_state, self.lane)
         while n_block >= 0:
-            for _ in cutlass.range(self.cta.key_tile(n_block).num_steps, unroll=1):
+            for _ in cutlass.range(self.cta.key_tile(n_block, self.cta.lengths(self.lane)).num_steps, unroll=1):
                 dq_state = self.one_m_block(ds_state, dq_state)
                 ds_state = ds_state.next()
             self.cta.rings.K.release(k_state, self.lane)
@@ -111,18 +111,22 @@ class DqAdder:
         n_block = self.cta.receive(k_state, self.lane)
         while n_block >= 0:
             head_k, batch = (self.cta.slot.read(word, self.lane) for word in (TileSlot.HEAD, TileSlot.BATCH))
+            lengths, first_row = self.cta.lengths(self.lane), self.cta.ragged_word(TileSlot.FIRST_ROW, self.lane)
             self.cta.rings.K.release(k_state, self.lane)
             k_state = k_state.next()
-            tile = self.cta.key_tile(n_block)
+            batch = self.cta.memory_batch(batch)
+            tile = self.cta.key_tile(n_block, lengths)
             for index in cutlass.range(self.cta.heads_per_kv_head, unroll=1):
                 head = batch * self.cta.num_heads + head_k * self.cta.heads_per_kv_head + index
                 for step in cutlass.range(tile.num_blocks, unroll=1):
                     m_block = self.cta.m_block(tile, step)
+                    turn = n_block - self.cta.first_key_block(m_block, lengths)
+                    block = first_row // self.cta.spec.config.tile_m + m_block
                     if const_expr(self.cta.num_adders == 1):
-                        dq_state = self.add_block(head, m_block, n_block, dq_state)
+                        dq_state = self.add_block(head, block, turn, dq_state)
                     else:
                         if number % self.cta.num_adders == self.index:
-                            dq_state = self.add_block(head, m_block, n_block, dq_state)
+                            dq_state = self.add_block(head, block, turn, dq_state)
                         else:
                             dq_state = self.pass_block(dq_state)
                         number += 1
@@ -147,13 +151,13 @@ class DqAdder:
         return dq_state
 
     @cute.jit
-    def add_block(self, head: Int32, m_block: Int32, n_block: Int32, dq_state: RingState):
-        """The chunks of one query block."""
+    def add_block(self, head: Int32, m_block: Int32, turn: Int32, dq_state: RingState):
+        """The chunks of one query block, counted in the workspace; if deterministic, after ``turn`` others."""
         row_blocks, chunks = self.num_chunks()
         elements = ROWS_PER_WARPGROUP * self.cta.spec.config.dq_columns
         if const_expr(self.cta.spec.deterministic):
             if self.lane == 0:
-                self.await_turn(self.semaphore(head, m_block), n_block)
+                self.await_turn(self.semaphore(head, m_block), turn)
             ptx.named_barrier_wait(BackwardBarrier.ADD + self.index, self.cta.num_adders * WARP_THREADS)
         for index in cutlass.range_constexpr(row_blocks * chunks):
             self.cta.rings.dQ.wait(dq_state)
@@ -179,9 +183,9 @@ class DqAdder:
         return Int64(cute.domain_offset((m_block,), self.semaphores[head, None]).iterator.toint())
 
     @cute.jit
-    def await_turn(self, address: Int64, n_block: Int32):
+    def await_turn(self, address: Int64, turn: Int32):
         """One thread: until every key block before this one has added its part of the query block."""
-        turn = ptx.load_acquire(address)
-        while turn != n_block:
-            turn = ptx.load_acquire(address)
+        count = ptx.load_acquire(address)
+        while count != turn:
+            count = ptx.load_acquire(address)
         ptx.fence_async_global()

@@ -31,9 +31,9 @@ def transpose_quad(words: cute.Tensor, lane: Int32):
 
 
 @cute.jit
-def write_rows(acc: cute.Tensor, gX: cute.Tensor, first_row: Int32, scale: Float32, element: Any, lane: Int32):
-    """Rows ``first_row`` and ``first_row + 8`` of a 64-row accumulator to ``gX`` (rows, columns); what lies past it is
-    dropped.
+def write_rows(acc: cute.Tensor, gX: cute.Tensor, rows: tuple[Int32, Int32], scale: Float32, element: Any, lane: Int32):
+    """A thread's two rows of a 64-row accumulator to ``gX`` (rows, columns). ``rows``: the first of the two, 8 before
+    the other, and the end; what lies past it is dropped.
 
     A lane of a quad holds columns 8 j + 2 (lane % 4) + {0, 1} of a row. For 4 neighbouring j the quad exchanges its
     words, so that each lane has the 8 columns of one j.
@@ -41,6 +41,7 @@ def write_rows(acc: cute.Tensor, gX: cute.Tensor, first_row: Int32, scale: Float
     values = flat(acc)
     groups = cute.size(acc) // 4  # of 8 columns
     words = cute.make_rmem_tensor((WORDS,), Int32)
+    first_row, end_row = rows
     for i in cutlass.range_constexpr(2):
         row = first_row + 8 * i
         gRow = gX[row, None]
@@ -50,6 +51,6 @@ def write_rows(acc: cute.Tensor, gX: cute.Tensor, first_row: Int32, scale: Float
                 words[j] = ptx.pack_16bit(values[at] * scale, values[at + 1] * scale, element)
             transpose_quad(words, lane)
             column = COLUMNS * (group + lane % 4)
-            if row < gX.shape[0] and column < gX.shape[1]:
+            if row < end_row and column < gX.shape[1]:
                 target = cute.recast_ptr(cute.domain_offset((column,), gRow).iterator.align(16), dtype=Int32)
                 cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(WORDS)))

@@ -1,7 +1,7 @@
 """Consumers that split the keys: all four products of one warpgroup's 64 keys."""
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from flashhopper.config import ROWS_PER_WARPGROUP
@@ -11,6 +11,8 @@ from flashhopper.kernels.backward_mma import (
     BackwardMmas,
     BackwardTiles,
     GradientOutputs,
+    GradientPlace,
+    TilePlace,
     transposed,
 )
 from flashhopper.kernels.backward_scores import packed
@@ -51,21 +53,19 @@ class KeysConsumer(BackwardConsumer):
         self.acc_dV.fill(0.0)
 
     @cute.jit
-    def write(self, n_block: Int32, head: Int32, batch: Int32):
-        coord = (n_block, head, batch)
-        self.write_gradient(self.acc_dV, self.outputs.mdV, coord, Float32(1.0))
-        self.write_gradient(self.acc_dK, self.outputs.mdK, coord, self.outputs.softmax_scale)
+    def write(self, place: GradientPlace):
+        self.write_gradient(self.acc_dV, self.outputs.mdV, place, Float32(1.0))
+        self.write_gradient(self.acc_dK, self.outputs.mdK, place, self.outputs.softmax_scale)
 
-    def sees_nothing(self, place: tuple, step: Int32):
+    def sees_nothing(self, place: TilePlace, step: Int32):
         """Whether a causal mask hides all of this warpgroup's keys from the query block of a step."""
-        tile, n_block, _ = place
         config = self.cta.spec.config
-        first_key = n_block * config.tile_n + ROWS_PER_WARPGROUP * self.key_group
-        end_query = (self.cta.m_block(tile, step) + 1) * config.tile_m
-        return first_key >= end_query + self.cta.seqlen_k - self.cta.seqlen_q
+        first_key = place.n_block * config.tile_n + ROWS_PER_WARPGROUP * self.key_group
+        end_query = (self.cta.m_block(place.tile, step) + 1) * config.tile_m
+        return first_key >= end_query + place.lengths.k - place.lengths.q
 
     @cute.jit
-    def skip(self, place: tuple, state, number: Int32):
+    def skip(self, place: TilePlace, state, number: Int32):
         """A step in which these keys are not seen: nothing but zeros for the dQ warpgroup."""
         self.cta.rings.Q.wait(state.q)
         if number == 0:
@@ -76,10 +76,10 @@ class KeysConsumer(BackwardConsumer):
         self.release(self.cta.rings.dO, state.do)
         self.rdS.fill(0.0)
         self.send_score_gradients(state)
-        return state.next(place[0].num_blocks)
+        return state.next(place.tile.num_blocks)
 
     @cute.jit
-    def compute_probabilities(self, place: tuple, state, number: Int32):
+    def compute_probabilities(self, place: TilePlace, state, number: Int32):
         """Sᵀ = K Qᵀ and P of a step, in turn with the other consumer if the order asks for it."""
         self.cta.rings.Q.wait(state.q)
         if number == 0:
@@ -90,24 +90,25 @@ class KeysConsumer(BackwardConsumer):
         warpgroup.wait_group(0)
         if number == 0:
             self.turns.pass_tile(0)
-        self.to_probabilities(place, state, self.acc_S, lse, self.rP)
+        self.to_probabilities(place, state, number, self.acc_S, lse, self.rP, self.rdS)
 
     @cute.jit
-    def step(self, place: tuple, state, number: Int32):
+    def step(self, place: TilePlace, state, number: Int32):
         """One query block: dS is computed under dV += Pᵀ dO, and sent under dK += dSᵀ Q. Everything else runs under the
         products of the other warpgroups."""
         rings = self.cta.rings
         stage_Q, stage_dO = state.q.stage, state.do.stage
-        following = state.next(place[0].num_blocks)
+        following = state.next(place.tile.num_blocks)
         self.compute_probabilities(place, state, number)
-        rings.V.wait(place[2])
+        rings.V.wait(place.v_state)
         rings.dO.wait(state.do)
         warpgroup.fence()
         gemm(self.mmas.mma_S, self.acc_S, self.desc_V, self.desc_dO[None, None, None, stage_dO], True)
         gemm(self.mmas.mma_dV, self.acc_dV, self.rP, self.desc_dOt[None, None, None, stage_dO], False)
         delta = self.math.load_rows(self.math.sDelta, stage_dO)
         warpgroup.wait_group(1)
-        self.to_score_gradients(place, state, self.acc_S, delta, packed(self.rP), self.rdS)
+        words_P = packed(self.rP if const_expr(self.cta.features.softcap is None) else self.rdS)
+        self.to_score_gradients(place, state, self.acc_S, delta, words_P, self.rdS)
         warpgroup.fence()
         gemm(self.mmas.mma_dK, self.acc_dK, self.rdS, self.desc_Qt[None, None, None, stage_Q], False)
         self.send_score_gradients(state)

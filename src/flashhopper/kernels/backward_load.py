@@ -1,13 +1,18 @@
 """The producer of the backward: one warp that claims tiles, issues every load and never touches the data."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from flashhopper.kernels import ptx
 from flashhopper.kernels.backward_cta import BackwardCta
+from flashhopper.kernels.backward_grid import padded_row
+from flashhopper.kernels.cta import Lengths
 from flashhopper.kernels.load import TmaOperand
 from flashhopper.kernels.pipeline import RingState
+from flashhopper.kernels.ragged import Rows
 from flashhopper.kernels.tile_scheduler import TileCoord, TileGrid
 
 
@@ -18,10 +23,12 @@ class RowStatistics:
     def __init__(self, gX: cute.Tensor, sX: cute.Tensor):
         self.gX, self.sX = gX, sX
 
-    def load(self, query: TileCoord, stage: Int32, full: cute.Pointer) -> None:
-        """The rows of a query block. Issued by one thread; ``full`` counts the bytes."""
+    def load(self, query: TileCoord, first_row: Int32, stage: Int32, full: cute.Pointer) -> None:
+        """The rows of a query block of a sequence that begins at ``first_row``. Issued by one thread; ``full`` counts
+        the bytes."""
         tile_m = cute.size(self.sX, mode=[0])
-        source = cute.domain_offset((query.m_block * tile_m,), self.gX[query.batch, query.head, None]).iterator
+        rows = self.gX[query.batch, query.head, None]
+        source = cute.domain_offset((first_row + query.m_block * tile_m,), rows).iterator
         target = self.sX[None, stage].iterator
         ptx.bulk_load(target.toint(), Int64(source.toint()), 4 * tile_m, full.toint())
 
@@ -38,8 +45,9 @@ class BackwardOperands:
 class BackwardProducer:
     """Tile after tile: K and V once, then Q and dO of every query block that sees the tile's keys, head after head."""
 
-    def __init__(self, cta: BackwardCta, operands: BackwardOperands, grid: TileGrid, counter: cute.Pointer):
-        """``counter``: the number of tiles claimed, zero before the launch."""
+    def __init__(self, cta: BackwardCta, operands: BackwardOperands, grid: Any, counter: cute.Pointer):
+        """``grid``: a :class:`TileGrid` or a :class:`RaggedKeyGrid`. ``counter``: the number of tiles claimed, zero
+        before the launch."""
         self.cta, self.operands, self.grid, self.counter = cta, operands, grid, counter
         self.lane = cute.arch.lane_idx()
 
@@ -81,39 +89,53 @@ class BackwardProducer:
             tile = tile + num_ctas
         return tile
 
+    def locate(self, tile: Int32) -> tuple[TileCoord, Rows | None, Rows | None]:
+        """Coordinates of a tile; of a ragged batch also the rows of its sequence in Q and in K."""
+        if isinstance(self.grid, TileGrid):
+            return self.grid.coord(tile), None, None
+        return self.grid.locate(tile, self.lane)
+
     @cute.jit
     def load_tile(self, tile: Int32, k_state: RingState, v_state: RingState, q_state: RingState, do_state: RingState):
         """Every load of one tile. V follows the first Q: it is needed after the first scores."""
-        n_block, head_k, batch = self.grid.coord(tile)
-        key_tile = self.cta.key_tile(n_block)
+        (n_block, head_k, batch), queries, keys = self.locate(tile)
+        lengths, first_row = Lengths(self.cta.seqlen_q, self.cta.seqlen_k), Int32(0)
+        words: tuple[Int32, ...] = (n_block, head_k, batch)
+        if const_expr(queries is not None):
+            first_row = padded_row(queries.start, batch)
+            lengths = Lengths(queries.length, keys.length)
+            words = (*words, queries.length, keys.length, keys.start, first_row)
+        memory_batch = self.cta.memory_batch(batch)
+        key_tile = self.cta.key_tile(n_block, lengths)
         self.cta.rings.K.wait_empty(k_state)
         if self.lane == 0:
-            self.cta.slot.post(TileCoord(n_block, head_k, batch))
-        self.load(self.operands.K, self.cta.rings.K.arm(k_state, self.lane), TileCoord(n_block, head_k, batch), k_state)
+            self.cta.slot.post(words)
+        key_coord = TileCoord(n_block, head_k, memory_batch)
+        self.load(self.operands.K, self.cta.rings.K.arm(k_state, self.lane), key_coord, keys, k_state)
         for index in cutlass.range(self.cta.heads_per_kv_head, unroll=1):
             head = head_k * self.cta.heads_per_kv_head + index
             for step in cutlass.range(key_tile.num_blocks, unroll=1):
-                query = TileCoord(self.cta.m_block(key_tile, step), head, batch)
+                query = TileCoord(self.cta.m_block(key_tile, step), head, memory_batch)
                 q_full = self.cta.rings.Q.acquire(q_state, self.lane)
-                self.load(self.operands.Q, q_full, query, q_state)
+                self.load(self.operands.Q, q_full, query, queries, q_state)
                 if self.lane == 0:
-                    self.operands.LSE.load(query, q_state.stage, q_full)
+                    self.operands.LSE.load(query, first_row, q_state.stage, q_full)
                 q_state = q_state.next()
                 if index + step == 0:
                     v_full = self.cta.rings.V.acquire(v_state, self.lane)
-                    self.load(self.operands.V, v_full, TileCoord(n_block, head_k, batch), v_state)
+                    self.load(self.operands.V, v_full, key_coord, keys, v_state)
                 do_full = self.cta.rings.dO.acquire(do_state, self.lane)
-                self.load(self.operands.dO, do_full, query, do_state)
+                self.load(self.operands.dO, do_full, query, queries, do_state)
                 if self.lane == 0:
-                    self.operands.delta.load(query, do_state.stage, do_full)
+                    self.operands.delta.load(query, first_row, do_state.stage, do_full)
                 do_state = do_state.next()
         if key_tile.num_blocks > 0:
             v_state = v_state.next()
         return v_state, q_state, do_state
 
     @cute.jit
-    def load(self, operand, full, coord, state: RingState):
-        """One tile of one operand."""
+    def load(self, operand, full, coord, rows, state: RingState):
+        """One tile of one operand; ``rows`` are its sequence's in a ragged batch, or None."""
         block, head, batch = coord
-        sX, gX = operand.partition(head, batch)
+        sX, gX = operand.partition(head, batch, rows)
         cute.copy(operand.tma, gX[None, block], sX[None, state.stage], tma_bar_ptr=full)

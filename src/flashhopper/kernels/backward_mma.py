@@ -9,10 +9,12 @@ from cutlass.cute.nvgpu import warp
 
 from flashhopper.config import ROWS_PER_WARPGROUP, WARPGROUP_THREADS, BackwardConfig
 from flashhopper.kernels import ptx
-from flashhopper.kernels.backward_cta import BackwardCta, TileSlot
+from flashhopper.kernels.backward_cta import BackwardCta, KeyTile, TileSlot
 from flashhopper.kernels.backward_epilogue import write_rows
 from flashhopper.kernels.backward_scores import ScoreMath, pack
+from flashhopper.kernels.cta import Lengths
 from flashhopper.kernels.pipeline import RingState
+from flashhopper.kernels.ragged import Rows
 from flashhopper.kernels.values import DynamicValues
 
 
@@ -41,12 +43,32 @@ class BackwardMmas(NamedTuple):
     mma_dV: cute.TiledMma  # (keys, head_dim_v), Pᵀ from registers
 
 
+class GradientPlace(NamedTuple):
+    """Where a tile's dK and dV go: its key block, head and batch entry, and the rows of its sequence."""
+
+    n_block: Int32
+    head: Int32
+    batch: Int32
+    rows: Rows
+
+
 class GradientOutputs(NamedTuple):
     """Where dK and dV go, ``(batch, seqlen, heads, head_dim)``, and the factor on dK."""
 
     mdK: cute.Tensor
     mdV: cute.Tensor
     softmax_scale: Float32
+
+
+class TilePlace(NamedTuple):
+    """The tile at hand: its steps and coordinates, its sequence's lengths, and V's place in its ring."""
+
+    tile: KeyTile
+    n_block: Int32
+    head: Int32
+    batch: Int32
+    lengths: Lengths
+    v_state: RingState
 
 
 class ConsumerState(DynamicValues):
@@ -148,17 +170,27 @@ class BackwardConsumer:
         self.start()
         n_block = self.cta.receive(k_state, self.lane)
         while n_block >= 0:
-            tile = self.cta.key_tile(n_block)
+            lengths = self.cta.lengths(self.lane)
+            tile = self.cta.key_tile(n_block, lengths)
+            head, batch = Int32(0), Int32(0)
+            if const_expr(self.cta.features.alibi is not None):
+                head, batch = self.head_and_batch()
             self.clear()
             if tile.num_steps > 0:
-                state = self.visit((tile, n_block, v_state), state)
+                state = self.visit(TilePlace(tile, n_block, head, batch, lengths, v_state), state)
                 self.release_values(v_state)
                 v_state = v_state.next()
-            head, batch = (self.cta.slot.read(word, self.lane) for word in (TileSlot.HEAD, TileSlot.BATCH))
+            head, batch = self.head_and_batch()  # again: what is kept over the loop takes registers
+            start = self.cta.ragged_word(TileSlot.START_K, self.lane)
+            lengths = self.cta.lengths(self.lane)
             self.cta.rings.K.release(k_state, self.lane)
             k_state = k_state.next()
-            self.write(n_block, head, batch)
+            self.write(GradientPlace(n_block, head, self.cta.memory_batch(batch), Rows(start, lengths.k)))
             n_block = self.cta.receive(k_state, self.lane)
+
+    def head_and_batch(self) -> tuple[Int32, Int32]:
+        """Of the tile at hand, before K is released."""
+        return tuple(self.cta.slot.read(word, self.lane) for word in (TileSlot.HEAD, TileSlot.BATCH))
 
     def start(self) -> None:
         """Before the first tile."""
@@ -169,9 +201,9 @@ class BackwardConsumer:
         self.cta.rings.V.release(v_state, self.lane)
 
     @cute.jit
-    def visit(self, place: tuple, state):
-        """Every step of a tile, head after head. ``place``: the tile, its key block and the state of V's ring."""
-        for number in cutlass.range(place[0].num_steps, unroll=1):
+    def visit(self, place: TilePlace, state):
+        """Every step of a tile, head after head."""
+        for number in cutlass.range(place.tile.num_steps, unroll=1):
             if const_expr(self.skips):
                 if self.sees_nothing(place, state.step):
                     state = self.skip(place, state, number)
@@ -182,25 +214,44 @@ class BackwardConsumer:
         return state
 
     @cute.jit
-    def write_gradient(self, acc: cute.Tensor, mX: cute.Tensor, coord: tuple, scale: Float32):
+    def write_gradient(self, acc: cute.Tensor, mX: cute.Tensor, place: GradientPlace, scale: Float32):
         """An accumulator to the rows of its keys."""
-        n_block, head, batch = coord
-        row = n_block * self.cta.spec.config.tile_n + self.key
-        write_rows(acc, mX[batch, None, head, None], row, scale, self.element, self.lane)
+        row = place.n_block * self.cta.spec.config.tile_n + self.key
+        rows = cute.domain_offset((place.rows.start, 0), mX[place.batch, None, place.head, None])
+        write_rows(acc, rows, (row, place.rows.length), scale, self.element, self.lane)
 
     @cute.jit
-    def to_probabilities(self, place: tuple, state, acc_S: cute.Tensor, lse: cute.Tensor, operand: cute.Tensor):
-        """S of a step to P, packed for the product with dO. Only blocks that the mask cuts are masked."""
+    def to_probabilities(
+        self,
+        place: TilePlace,
+        state,
+        number: Int32,
+        acc_S: cute.Tensor,
+        lse: cute.Tensor,
+        operand: cute.Tensor,
+        operand_F: cute.Tensor,
+    ):
+        """S of a step to P, packed for the product with dO. Only blocks that the mask cuts are masked. With softcap
+        ``operand_F`` becomes P times the factor on its gradient."""
+        tile = place.tile
+        m_block = self.cta.m_block(tile, state.step)
+        features = self.cta.features
+        if const_expr(features.softcap is not None):
+            self.math.cap(acc_S, operand_F)
+        if const_expr(features.alibi is not None):
+            head = place.head * self.cta.heads_per_kv_head + number // tile.num_blocks
+            self.math.add_bias(acc_S, place.n_block, m_block, place.lengths, features.alibi[place.batch, head])
         self.math.probabilities(acc_S, lse)
-        tile, n_block, _ = place
         if self.cta.is_masked(tile, state.step):
-            self.math.hide(acc_S, n_block, self.cta.m_block(tile, state.step))
+            self.math.hide(acc_S, place.n_block, m_block, place.lengths)
         pack(acc_S, operand)
+        if const_expr(features.softcap is not None):
+            self.math.cap_gradients(operand_F, operand)
 
     @cute.jit
-    def to_score_gradients(self, place: tuple, state, acc_dP: cute.Tensor, delta: cute.Tensor, words_P, operand):
+    def to_score_gradients(self, place: TilePlace, state, acc_dP: cute.Tensor, delta: cute.Tensor, words_P, operand):
         """dP of a step to dS, packed for the product with Q."""
-        if self.cta.is_masked(place[0], state.step):
+        if self.cta.is_masked(place.tile, state.step):
             self.math.hide_gradients(acc_dP, words_P, self.element)
         self.math.gradients(acc_dP, words_P, self.element, delta)
         pack(acc_dP, operand)

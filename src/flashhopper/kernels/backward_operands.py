@@ -1,7 +1,7 @@
 """Consumers that split the operands: both have the tile's 64 keys, one S and dV, the other dP and dK."""
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from flashhopper.config import WARPGROUP_THREADS
@@ -12,6 +12,8 @@ from flashhopper.kernels.backward_mma import (
     BackwardMmas,
     BackwardTiles,
     GradientOutputs,
+    GradientPlace,
+    TilePlace,
     transposed,
 )
 from flashhopper.kernels.backward_scores import packed
@@ -35,7 +37,7 @@ class ValueConsumer(BackwardConsumer):
         self.desc_K, self.desc_Q = self.a_operand(tiles.sK), self.b_operand(tiles.sQ)
         self.desc_dOt = mmas.mma_dV.make_fragment_B(self.thr_dV.partition_B(transposed(tiles.sdO)))
         self.acc_S, self.acc_dV = self.scores(), self.accumulator(mmas.mma_dV, cta.spec.head_dim_v)
-        self.rP = self.probabilities_operand()
+        self.rP, self.rF = self.probabilities_operand(), self.probabilities_operand()
 
     @cute.jit
     def release_values(self, v_state: RingState):
@@ -45,11 +47,11 @@ class ValueConsumer(BackwardConsumer):
         self.acc_dV.fill(0.0)
 
     @cute.jit
-    def write(self, n_block: Int32, head: Int32, batch: Int32):
-        self.write_gradient(self.acc_dV, self.outputs.mdV, (n_block, head, batch), Float32(1.0))
+    def write(self, place: GradientPlace):
+        self.write_gradient(self.acc_dV, self.outputs.mdV, place, Float32(1.0))
 
     @cute.jit
-    def step(self, place: tuple, state, number: Int32):
+    def step(self, place: TilePlace, state, number: Int32):
         """One query block."""
         rings = self.cta.rings
         rings.Q.wait(state.q)
@@ -57,17 +59,18 @@ class ValueConsumer(BackwardConsumer):
         gemm(self.mmas.mma_S, self.acc_S, self.desc_K, self.desc_Q[None, None, None, state.q.stage], True)
         lse = self.math.load_rows(self.math.sLSE, state.q.stage)
         warpgroup.wait_group(0)
-        self.to_probabilities(place, state, self.acc_S, lse, self.rP)
+        self.to_probabilities(place, state, number, self.acc_S, lse, self.rP, self.rF)
         self.release(rings.Q, state.q)
         ptx.named_barrier_wait(BackwardBarrier.P_EMPTY, NUM_CONSUMERS * WARPGROUP_THREADS)
-        self.copy_words(packed(self.rP), self.exchanged_P)
+        exchanged = self.rP if const_expr(self.cta.features.softcap is None) else self.rF
+        self.copy_words(packed(exchanged), self.exchanged_P)
         ptx.named_barrier_arrive(BackwardBarrier.P_FULL, NUM_CONSUMERS * WARPGROUP_THREADS)
         rings.dO.wait(state.do)
         warpgroup.fence()
         gemm(self.mmas.mma_dV, self.acc_dV, self.rP, self.desc_dOt[None, None, None, state.do.stage], False)
         warpgroup.wait_group(0)
         self.release(rings.dO, state.do)
-        return state.next(place[0].num_blocks)
+        return state.next(place.tile.num_blocks)
 
 
 class KeyConsumer(BackwardConsumer):
@@ -96,14 +99,14 @@ class KeyConsumer(BackwardConsumer):
         self.acc_dK.fill(0.0)
 
     @cute.jit
-    def write(self, n_block: Int32, head: Int32, batch: Int32):
-        self.write_gradient(self.acc_dK, self.outputs.mdK, (n_block, head, batch), self.outputs.softmax_scale)
+    def write(self, place: GradientPlace):
+        self.write_gradient(self.acc_dK, self.outputs.mdK, place, self.outputs.softmax_scale)
 
     @cute.jit
-    def step(self, place: tuple, state, number: Int32):
+    def step(self, place: TilePlace, state, number: Int32):
         """One query block."""
         rings = self.cta.rings
-        rings.V.wait(place[2])
+        rings.V.wait(place.v_state)
         rings.dO.wait(state.do)
         warpgroup.fence()
         gemm(self.mmas.mma_S, self.acc_dP, self.desc_V, self.desc_dO[None, None, None, state.do.stage], True)
@@ -113,11 +116,13 @@ class KeyConsumer(BackwardConsumer):
         warpgroup.wait_group(0)
         delta = self.math.sDelta[None, None, state.do.stage]  # read one by one: there are no registers left for all
         self.to_score_gradients(place, state, self.acc_dP, delta, packed(self.rP), self.rdS)
-        self.release(rings.dO, state.do)
         rings.Q.wait(state.q)
         warpgroup.fence()
         gemm(self.mmas.mma_dK, self.acc_dK, self.rdS, self.desc_Qt[None, None, None, state.q.stage], False)
+        # Not before delta has been used: the arrival overtakes loads under way, and with one stage the next delta
+        # overwrote what they were about to read.
+        self.release(rings.dO, state.do)
         self.send_score_gradients(state)
         warpgroup.wait_group(0)
         self.release(rings.Q, state.q)
-        return state.next(place[0].num_blocks)
+        return state.next(place.tile.num_blocks)

@@ -8,9 +8,17 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from flashhopper.config import ELEMENT_BYTES, ROWS_PER_WARPGROUP, PreprocessSpec
+from flashhopper.kernels.backward_rows import (
+    BLOCKS_PER_TILE,
+    RowBlock,
+    dense_block,
+    fake_sequences,
+    ragged_block,
+    ragged_ctas,
+)
 from flashhopper.kernels.forward import ELEMENTS
+from flashhopper.kernels.ragged import SequenceTable
 from flashhopper.kernels.softmax import LOG2_E
-from flashhopper.kernels.values import divide
 
 THREADS = 256
 VECTOR = 8  # 16-bit elements in 16 bytes
@@ -35,35 +43,50 @@ class PreprocessKernel:
         mDelta: cute.Tensor,
         mdQ: cute.Tensor,
         workspace: cute.Tensor,
+        sequences: Any,
         stream: Any,
     ):
         """O and dO ``(batch, seqlen, heads, head_dim_v)``, LSE and dLSE or None ``(batch, heads, seqlen)``.
 
         Out: LSE in base 2 and delta ``(batch, heads, padded rows)``. Zeroed: ``mdQ`` ``(batch · heads, rows / 64,
         64 · head_dim)`` and the int32 ``workspace``, of at most two words per 64 rows of a head.
+
+        ``sequences`` of a ragged batch: records and first tiles, see :class:`SequenceTable`, of tiles of ROW_PADDING
+        rows; ``workspace`` is then left alone. None if dense.
         """
-        num_ctas = cute.size(mdQ, mode=[0]) * cute.size(mdQ, mode=[1])  # one dimension: the others end at 65535
-        self.kernel(mO, mdO, mLSE, mdLSE, mLSE_log2, mDelta, mdQ, workspace).launch(
+        if const_expr(sequences is None):  # one dimension: the others end at 65535
+            num_ctas = cute.size(mdQ, mode=[0]) * cute.size(mdQ, mode=[1])
+        else:
+            num_ctas = ragged_ctas(sequences[1], mO.shape[1], mO.shape[2])
+        self.kernel((mO, mdO), (mLSE, mdLSE), (mLSE_log2, mDelta, mdQ, workspace), sequences).launch(
             grid=(num_ctas, 1, 1), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        mO: cute.Tensor,
-        mdO: cute.Tensor,
-        mLSE: cute.Tensor,
-        mdLSE: Any,
-        mLSE_log2: cute.Tensor,
-        mDelta: cute.Tensor,
-        mdQ: cute.Tensor,
-        workspace: cute.Tensor,
-    ):
+    def kernel(self, inputs: tuple, lse: tuple, work: tuple, sequences: Any):
         tidx, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        head_index, row_block = divide(cta, cute.size(mdQ, mode=[1]))
-        batch, head = divide(head_index, cute.size(mDelta, mode=[1]))
-        head_dim_v, seqlen = cute.size(mO, mode=[3]), cute.size(mO, mode=[1])
+        mO, _ = inputs
+        _, _, mdQ, workspace = work
+        if const_expr(sequences is None):
+            block = dense_block(cta, cute.size(mdQ, mode=[1]), mO.shape[2], mO.shape[1])
+            self.process(block, inputs, lse, work, tidx)
+            word = 2 * cta + tidx
+            if tidx < 2 and word < cute.size(workspace):
+                workspace[word] = Int32(0)
+        else:
+            table = SequenceTable(*sequences)
+            if cta < table.num_tiles() * BLOCKS_PER_TILE:
+                block, is_sequence = ragged_block(table, cta, tidx % 32)
+                if is_sequence:
+                    self.process(block, inputs, lse, work, tidx)
+
+    @cute.jit
+    def process(self, block: RowBlock, inputs: tuple, lse: tuple, work: tuple, tidx: Int32):
+        """One block of rows."""
+        (mO, mdO), (mLSE, mdLSE), (mLSE_log2, mDelta, mdQ, _) = inputs, lse, work
+        batch, head, seqlen = block.batch, block.head, block.seqlen
+        head_dim_v = cute.size(mO, mode=[3])
         per_pass = THREADS // self.threads_per_row
         column = tidx % self.threads_per_row * VECTOR
         passes = ROWS_PER_WARPGROUP // per_pass
@@ -71,33 +94,31 @@ class PreprocessKernel:
         rO.fill(0.0)
         rdO.fill(0.0)
         for i in cutlass.range_constexpr(passes):  # every load is issued before the first is used
-            row = row_block * ROWS_PER_WARPGROUP + i * per_pass + tidx // self.threads_per_row
+            row = block.row + i * per_pass + tidx // self.threads_per_row
             if row < seqlen and column < head_dim_v:
                 for source, target in ((mO, rO), (mdO, rdO)):
-                    gX = cute.domain_offset((column,), source[batch, row, head, None])
+                    gX = cute.domain_offset((column,), source[batch, block.start + row, head, None])
                     vector = cute.make_tensor(gX.iterator.align(16), cute.make_layout(VECTOR))
                     cute.autovec_copy(vector, target[None, i])
-        self.clear(mdQ[head_index, row_block, None], tidx)
-        word = 2 * cta + tidx
-        if tidx < 2 and word < cute.size(workspace):
-            workspace[word] = Int32(0)
+        self.clear(mdQ[block.work_head, block.work_block, None], tidx)
         for i in cutlass.range_constexpr(passes):
-            row = row_block * ROWS_PER_WARPGROUP + i * per_pass + tidx // self.threads_per_row
+            row_in_block = i * per_pass + tidx // self.threads_per_row
+            row, work_row = block.row + row_in_block, block.work_row + row_in_block
             product = rO[None, i].load().to(Float32) * rdO[None, i].load().to(Float32)
             delta = product.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
             delta = cute.arch.warp_reduction_sum(delta, threads_in_group=self.threads_per_row)
-            lse = Float32.inf
+            lse_log2 = Float32.inf
             if row < seqlen:
-                natural = mLSE[batch, head, row]
+                natural = mLSE[batch, head, block.start + row]
                 if const_expr(self.spec.has_lse_grad):
-                    delta = delta - mdLSE[batch, head, row]
+                    delta = delta - mdLSE[batch, head, block.start + row]
                 if natural != -Float32.inf:
-                    lse = natural * LOG2_E
+                    lse_log2 = natural * LOG2_E
                 else:
                     delta = Float32(0.0)  # whatever came in: what merges partial results sends NaN for such rows
             if tidx % self.threads_per_row == 0:
-                mLSE_log2[batch, head, row] = lse
-                mDelta[batch, head, row] = delta
+                mLSE_log2[batch, head, work_row] = lse_log2
+                mDelta[batch, head, work_row] = delta
 
     @cute.jit
     def clear(self, gX: cute.Tensor, tidx: Int32):
@@ -111,7 +132,8 @@ class PreprocessKernel:
 
 
 def compile_preprocess(spec: PreprocessSpec, options: str = "--enable-tvm-ffi") -> Any:
-    """The result takes ``(out, dout, lse, dlse or None, lse_log2, delta, dq_acc, workspace)``, on torch's stream."""
+    """The result takes ``(out, dout, lse, dlse or None, lse_log2, delta, dq_acc, workspace, sequences or None)``, on
+    torch's current stream."""
     element = ELEMENTS[spec.dtype]
     batch, seqlen, heads, rows, row_blocks, batch_heads = (cute.sym_int() for _ in range(6))
     per_16_bytes = 16 // ELEMENT_BYTES[spec.dtype]
@@ -135,6 +157,7 @@ def compile_preprocess(spec: PreprocessSpec, options: str = "--enable-tvm-ffi") 
         rows_of(rows),
         make_fake_compact_tensor(Float32, accumulator, stride_order=(2, 1, 0), assumed_align=16),
         make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=4),
+        fake_sequences(spec.ragged),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=options,
     )

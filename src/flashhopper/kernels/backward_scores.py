@@ -12,6 +12,8 @@ from cutlass import Float32, Int32, const_expr
 
 from flashhopper.kernels import ptx
 from flashhopper.kernels.backward_cta import BackwardCta
+from flashhopper.kernels.cta import Lengths
+from flashhopper.kernels.features import alibi_bias, cap_scores
 
 
 def flat(fragment: cute.Tensor) -> cute.Tensor:
@@ -61,6 +63,38 @@ class ScoreMath:
         return rows
 
     @cute.jit
+    def cap(self, acc_S: cute.Tensor, operand_F: cute.Tensor):
+        """Softcap: S to tanh(S · softcap) in place, and the factor on dS, 1 - tanh², packed."""
+        values, words = flat(acc_S), packed(operand_F)
+        cap_scores(values, self.cta.features.softcap)
+        for i in cutlass.range_constexpr(cute.size(words)):
+            low, high = values[2 * i], values[2 * i + 1]
+            words[i] = ptx.pack_16bit(1.0 - low * low, 1.0 - high * high, operand_F.element_type)
+
+    @cute.jit
+    def cap_gradients(self, operand_F: cute.Tensor, operand_P: cute.Tensor):
+        """The factor to P · factor, with which dS is computed, in place."""
+        factors, words_P, element = packed(operand_F), packed(operand_P), operand_P.element_type
+        for i in cutlass.range_constexpr(cute.size(factors)):
+            low, high = (
+                ptx.unpack_16bit(words_P[i], is_high, element) * ptx.unpack_16bit(factors[i], is_high, element)
+                for is_high in (False, True)
+            )
+            factors[i] = ptx.pack_16bit(low, high, element)
+
+    @cute.jit
+    def add_bias(self, acc_S: cute.Tensor, n_block: Int32, m_block: Int32, lengths: Lengths, slope: Float32):
+        """ALiBi on S, in place."""
+        values, config = flat(acc_S), self.cta.spec.config
+        key = n_block * config.tile_n + self.key
+        position = m_block * config.tile_m + self.column + (lengths.k - lengths.q)
+        for j in cutlass.range_constexpr(self.pairs):
+            for i in cutlass.range_constexpr(2):
+                for x in cutlass.range_constexpr(2):
+                    index = 4 * j + 2 * i + x
+                    values[index] = values[index] + alibi_bias(slope, position + (8 * j + x), key + 8 * i)
+
+    @cute.jit
     def probabilities(self, acc_S: cute.Tensor, lse: cute.Tensor):
         """S to P = exp2(S · scale_log2 - LSE) in place. Rows without keys and past the end have an LSE of +inf."""
         values = flat(acc_S)
@@ -70,16 +104,25 @@ class ScoreMath:
                 values[4 * j + x] = cute.math.exp2(exponent, fastmath=True)
 
     @cute.jit
-    def hide(self, acc_S: cute.Tensor, n_block: Int32, m_block: Int32):
-        """In a masked block: zero the probabilities of keys past the end and, if causal, of keys after the query."""
+    def hide(self, acc_S: cute.Tensor, n_block: Int32, m_block: Int32, lengths: Lengths):
+        """In a masked block: zero the probabilities of keys past the end and, if causal or in a window, of keys that
+        the query does not see."""
         values, config = flat(acc_S), self.cta.spec.config
         key = n_block * config.tile_n + self.key
         query = m_block * config.tile_m + self.column
-        first_query = key - (self.cta.seqlen_k - self.cta.seqlen_q)  # which sees this key
+        offset = lengths.k - lengths.q
+        first_query = key - offset  # which sees this key
         for i in cutlass.range_constexpr(2):
+            first_seeing, end_seeing = first_query, first_query
+            if const_expr(self.cta.window is not None):
+                first_position, end_position = self.cta.window.positions(key + 8 * i)
+                first_seeing, end_seeing = first_position - offset, end_position - offset
             for j in cutlass.range_constexpr(self.pairs):
                 for x in cutlass.range_constexpr(2):
-                    visible = key + 8 * i < self.cta.seqlen_k
+                    visible = key + 8 * i < lengths.k
+                    if const_expr(self.cta.window is not None):
+                        row = query + (8 * j + x)
+                        visible = visible & (row >= first_seeing) & (row < end_seeing)
                     if const_expr(self.cta.spec.causal):
                         visible = visible & (query + (8 * j + x) >= first_query + 8 * i)
                     index = 4 * j + 2 * i + x

@@ -1,5 +1,7 @@
 """O and LSE out of one consumer warpgroup."""
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
@@ -11,7 +13,16 @@ from flashhopper.config import ROWS_PER_WARPGROUP, WARPGROUP_THREADS
 from flashhopper.kernels import ptx
 from flashhopper.kernels.cta import Cta
 from flashhopper.kernels.mask import ROWS_PER_THREAD, rows_view
+from flashhopper.kernels.ragged import Rows, head_rows
 from flashhopper.kernels.smem import NamedBarrier
+
+
+class Place(NamedTuple):
+    """Where a tile's results go: batch entry and head, and the rows of its sequence."""
+
+    batch: Int32  # 0 in a ragged batch
+    head: Int32
+    rows: Rows
 
 
 class Output:
@@ -33,15 +44,15 @@ class Epilogue:
         self.barrier = NamedBarrier.EPILOGUE + warpgroup
 
     @cute.jit
-    def write_lse(self, rows_lse: cute.Tensor, row: Int32, head: Int32, batch: Int32):
+    def write_lse(self, rows_lse: cute.Tensor, row: Int32, place: Place):
         """LSE of rows ``row`` and ``row + 8`` of the sequence, by one thread of each row's four."""
         mLSE = self.output.mLSE
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            if row + 8 * r < self.cta.seqlen_q and self.lane % 4 == 0:
-                mLSE[batch, head, row + 8 * r] = rows_lse[r]
+            if row + 8 * r < place.rows.length and self.lane % 4 == 0:
+                mLSE[place.batch, place.head, place.rows.start + row + 8 * r] = rows_lse[r]
 
     @cute.jit
-    def write_by_tma(self, acc_O: cute.Tensor, m_block: Int32, head: Int32, batch: Int32):
+    def write_by_tma(self, acc_O: cute.Tensor, m_block: Int32, place: Place):
         """Registers -> shared memory -> TMA, which drops the rows and columns past the tensor."""
         element, shape = self.output.sO.element_type, (ROWS_PER_WARPGROUP, self.cta.spec.head_dim_v)
         major = OperandMajorMode.K
@@ -60,9 +71,9 @@ class Epilogue:
         ptx.fence_async_shared()
         ptx.named_barrier_wait(self.barrier, WARPGROUP_THREADS)
         if self.is_storing_warp:
-            gO_tiles = cute.local_tile(
-                self.output.gO[None, None, head, batch], (ROWS_PER_WARPGROUP, self.cta.spec.head_dim_v), (None, 0)
-            )
+            rows = place.rows if self.cta.spec.features.ragged else None
+            gO = head_rows(self.output.gO, place.head, place.batch, rows)
+            gO_tiles = cute.local_tile(gO, (ROWS_PER_WARPGROUP, self.cta.spec.head_dim_v), (None, 0))
             tOsO, tOgO = cpasync.tma_partition(
                 self.output.tma_O,
                 0,
@@ -75,16 +86,17 @@ class Epilogue:
             ptx.bulk_store_commit()
 
     @cute.jit
-    def write_from_registers(self, acc_O: cute.Tensor, row: Int32, head: Int32, batch: Int32):
+    def write_from_registers(self, acc_O: cute.Tensor, row: Int32, place: Place):
         """Predicated stores of the elements this thread holds."""
         mO, rows_O = self.output.mO, rows_view(acc_O)
         head_dim_v = cute.size(self.output.mO, mode=[3])
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            if row + 8 * r < self.cta.seqlen_q:
+            if row + 8 * r < place.rows.length:
                 for c in cutlass.range_constexpr(self.cta.spec.head_dim_v // 4):
                     column = 8 * (c // 2) + 2 * (self.lane % 4) + c % 2
                     if column < head_dim_v:
-                        mO[batch, row + 8 * r, head, column] = rows_O[r, c].to(mO.element_type)
+                        target_row = place.rows.start + row + 8 * r
+                        mO[place.batch, target_row, place.head, column] = rows_O[r, c].to(mO.element_type)
 
     @cute.jit
     def wait_staging_read(self):

@@ -5,19 +5,21 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from flashhopper.config import ELEMENT_BYTES, ROWS_PER_WARPGROUP, KernelSpec
 from flashhopper.kernels.cta import Cta
 from flashhopper.kernels.epilogue import Output
+from flashhopper.kernels.features import FeatureArgs, fake_feature_args
 from flashhopper.kernels.load import Producer, TmaOperand
 from flashhopper.kernels.mma import Consumer, Operands
 from flashhopper.kernels.pipeline import WARPS_PER_WARPGROUP, TmaRing
+from flashhopper.kernels.ragged import ragged_view
 from flashhopper.kernels.smem import TileLayouts, make_storage
 from flashhopper.kernels.softmax import make_softmax
-from flashhopper.kernels.tile_scheduler import Mailbox, TileGrid, TileScheduler
+from flashhopper.kernels.tile_scheduler import Mailbox, RaggedGrid, TileGrid, TileScheduler
 
 ELEMENTS = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 WORKSPACE_INTS = 4
@@ -40,17 +42,16 @@ class ForwardKernel:
         workspace: cute.Tensor,
         softmax_scale_log2: Float32,
         max_ctas: Int32,
+        feature_args: Any,
         stream: Any,
     ):
-        """Tensors are ``(batch, seqlen, heads, head_dim)``, LSE ``(batch, heads, seqlen_q)``, workspace int32 (4,)."""
+        """Tensors are ``(batch, seqlen, heads, head_dim)``, LSE ``(batch, heads, seqlen_q)``, workspace int32 (4,).
+        Of a ragged batch, whose tensors are packed, batch is 1. ``feature_args``: a :class:`FeatureArgs`, or None
+        without features."""
         spec, config = self.spec, self.spec.config
         layouts = TileLayouts.create(spec, self.element)
         self.storage = make_storage(spec, layouts, self.element)
-        rows = [1, 3, 2, 0]  # (seqlen, head_dim, heads, batch)
-        gQ, gK, gV, gO = (
-            cute.make_tensor(m.iterator, cute.select(m.layout, mode=modes))
-            for m, modes in ((mQ, rows), (mK, rows), (mV, [3, 1, 2, 0]), (mO, rows))
-        )
+        gQ, gK, gV, gO = (self.tma_view(m, mode) for m, mode in ((mQ, 0), (mK, 0), (mV, 1), (mO, 0)))
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         tma_tensors = tuple(
             cpasync.make_tiled_tma_atom(op, g, cute.slice_(layout, (None, None, 0)), tile)
@@ -61,12 +62,28 @@ class ForwardKernel:
                 (store, gO, layouts.O, (ROWS_PER_WARPGROUP, spec.head_dim_v)),
             )
         )
-        shape_Q, shape_K = (gQ.shape[0], gQ.shape[2], gQ.shape[3]), (gK.shape[0], gK.shape[2], gK.shape[3])
-        grid = TileGrid.create(shape_Q, shape_K, spec, max_ctas)
+        (batch, seqlen_q, heads, _), (_, seqlen_k, heads_k, _) = mQ.shape, mK.shape
+        grid = TileGrid.create((seqlen_q, heads, batch), (seqlen_k, heads_k, batch), spec, max_ctas)
         num_ctas = grid.num_tiles if config.scheduler == "single" else cutlass.min(grid.num_tiles, max_ctas)
+        if const_expr(spec.features.ragged):  # how many tiles there are is known to the device alone
+            num_ctas = max_ctas
         self.kernel(
-            tma_tensors, mO, mLSE, workspace, self.make_mmas(), layouts, softmax_scale_log2, tuple(grid[:4])
+            tma_tensors,
+            (mO, mLSE, workspace),
+            self.make_mmas(),
+            layouts,
+            softmax_scale_log2,
+            tuple(grid[:4]),
+            (seqlen_q, seqlen_k, heads, heads_k),
+            feature_args,
         ).launch(grid=(num_ctas, 1, 1), block=(config.num_threads, 1, 1), min_blocks_per_mp=1, stream=stream)
+
+    def tma_view(self, m: cute.Tensor, rows_mode: int) -> cute.Tensor:
+        """(rows, head_dim, heads, batch), rows and head_dim exchanged for ``rows_mode`` 1; see :func:`ragged_view`."""
+        if self.spec.features.ragged:
+            return ragged_view(m, ELEMENT_BYTES[self.spec.dtype], rows_mode)
+        modes = [1, 3, 2, 0] if rows_mode == 0 else [3, 1, 2, 0]
+        return cute.make_tensor(m.iterator, cute.select(m.layout, mode=modes))
 
     def make_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma]:
         """S = Q Kᵀ (Q from shared memory or registers) and O += P V (P from registers), 64 rows per warpgroup."""
@@ -93,15 +110,18 @@ class ForwardKernel:
     def kernel(
         self,
         tma_tensors: tuple,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
-        workspace: cute.Tensor,
+        memory: tuple,
         mmas: tuple,
         layouts: TileLayouts,
         softmax_scale_log2: Float32,
         grid: tuple,
+        extents: tuple,
+        feature_args: Any,
     ):
         spec, config = self.spec, self.spec.config
+        mO, mLSE, workspace = memory
+        seqlen_q, seqlen_k, heads, heads_k = extents
+        features = FeatureArgs() if const_expr(feature_args is None) else FeatureArgs(*feature_args)
         (tma_Q, gQ), (tma_K, gK), (tma_V, gV), (tma_O, gO) = tma_tensors
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         sQ, sK, sV = (
@@ -120,10 +140,12 @@ class ForwardKernel:
             TmaRing(storage.v_barriers.data_ptr(), config.num_stages, config.tile_n * row_bytes_v),
         )
         mailbox = Mailbox(storage.mailbox.data_ptr(), storage.done_barriers.data_ptr(), config.num_q_stages)
-        scheduler = TileScheduler(
-            config.scheduler, TileGrid(grid[0], grid[1], grid[2], grid[3], spec.causal), mailbox, workspace
-        )
-        cta = Cta(spec, rings, scheduler, (gQ.shape[0], gK.shape[0], gQ.shape[2] // gK.shape[2]))
+        tile_grid: Any = TileGrid(grid[0], grid[1], grid[2], grid[3], spec.causal)
+        table = features.sequence_table()
+        if const_expr(table is not None):
+            tile_grid = RaggedGrid(table, spec, (heads, heads_k), cute.arch.grid_dim()[0])
+        scheduler = TileScheduler(config.scheduler, tile_grid, mailbox, workspace)
+        cta = Cta(spec, rings, scheduler, (seqlen_q, seqlen_k, heads // heads_k), features)
         cta.initialise_barriers()
 
         warpgroup_index = cute.arch.make_warp_uniform(cute.arch.warp_idx() // WARPS_PER_WARPGROUP)
@@ -149,7 +171,8 @@ class ForwardKernel:
 def compile_forward(spec: KernelSpec, options: str = "--enable-tvm-ffi") -> Any:
     """Compile the kernel of a spec for the current target; needs neither a tensor nor a GPU.
 
-    The result takes ``(q, k, v, out, lse, workspace, softmax_scale_log2, max_ctas)``, on torch's current stream.
+    The result takes ``(q, k, v, out, lse, workspace, softmax_scale_log2, max_ctas, feature_args)``, on torch's current
+    stream; ``feature_args`` is a :class:`FeatureArgs`, or None without features.
     """
     element = ELEMENTS[spec.dtype]
     batch, seqlen_q, seqlen_k, heads, heads_k = (cute.sym_int() for _ in range(5))
@@ -172,6 +195,7 @@ def compile_forward(spec: KernelSpec, options: str = "--enable-tvm-ffi") -> Any:
         workspace,
         Float32(1.0),
         Int32(1),
+        fake_feature_args(spec.features),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=options,
     )

@@ -7,6 +7,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from flashhopper.kernels.cta import Cta
 from flashhopper.kernels.pipeline import RingState
+from flashhopper.kernels.ragged import Rows, head_rows
 from flashhopper.kernels.tile_scheduler import NO_TILE, PAUSE
 
 
@@ -16,11 +17,11 @@ class TmaOperand:
     def __init__(self, tma: cute.CopyAtom, gX: cute.Tensor, sX: cute.Tensor, tile: tuple[int, int], along: int):
         """Tiles of extents ``tile`` are counted along mode ``along``; ``sX`` is (tile…, stages)."""
         self.tma, self.gX, self.sX = tma, gX, sX
-        self.tile, self.steps = tile, tuple(None if mode == along else 0 for mode in (0, 1))
+        self.tile, self.along, self.steps = tile, along, tuple(None if mode == along else 0 for mode in (0, 1))
 
-    def partition(self, head: Int32, batch: Int32) -> tuple[cute.Tensor, cute.Tensor]:
+    def partition(self, head: Int32, batch: Int32, rows: Rows | None = None) -> tuple[cute.Tensor, cute.Tensor]:
         """Shared stages and global tiles of one head, as TMA's (bytes, index) tensors."""
-        gX_tiles = cute.local_tile(self.gX[None, None, head, batch], self.tile, self.steps)
+        gX_tiles = cute.local_tile(head_rows(self.gX, head, batch, rows, self.along), self.tile, self.steps)
         return cpasync.tma_partition(
             self.tma, 0, cute.make_layout(1), cute.group_modes(self.sX, 0, 2), cute.group_modes(gX_tiles, 0, 2)
         )
@@ -66,31 +67,35 @@ class Producer:
     @cute.jit
     def load_item(self, item, q_state: RingState, k_state: RingState, v_state: RingState):
         """K of the last block first (Q's buffer may still be in use), then Q, then K and V in the consumers' order."""
-        m_block, head, batch = self.cta.scheduler.grid.coord(item.tile)
+        (m_block, head, batch), queries, keys = self.cta.scheduler.locate(item.tile, self.lane)
         tile_m = self.cta.spec.config.tile_m
-        num_blocks = self.cta.key_blocks(m_block * tile_m, tile_m).num_blocks
+        blocks = self.cta.key_blocks(m_block * tile_m, tile_m, self.cta.lengths_of(queries, keys))
+        last_block, num_blocks = blocks.end - 1, blocks.num_blocks
         head_k = head // self.cta.heads_per_kv_head
-        sQ, gQ = self.tma_Q.partition(head, batch)
-        sK, gK = self.tma_K.partition(head_k, batch)
-        sV, gV = self.tma_V.partition(head_k, batch)
+        sQ, gQ = self.tma_Q.partition(head, batch, queries)
+        sK, gK = self.tma_K.partition(head_k, batch, keys)
+        sV, gV = self.tma_V.partition(head_k, batch, keys)
 
         k_full = self.cta.k_ring.acquire(k_state, self.lane)
-        cute.copy(self.tma_K.tma, gK[None, num_blocks - 1], sK[None, k_state.stage], tma_bar_ptr=k_full)
+        cute.copy(self.tma_K.tma, gK[None, last_block], sK[None, k_state.stage], tma_bar_ptr=k_full)
         k_state = k_state.next()
 
         self.cta.q_ring.wait_empty(q_state)
         if self.lane == 0:
-            self.cta.scheduler.mailbox.post(q_state.stage, (m_block, head, batch, item.exact))
+            words: tuple[Int32, ...] = (m_block, head, batch, item.exact)
+            if const_expr(queries is not None):
+                words = (*words, queries.start, queries.length, keys.length)
+            self.cta.scheduler.mailbox.post(q_state.stage, words)
         q_full = self.cta.q_ring.arm(q_state, self.lane)
         cute.copy(self.tma_Q.tma, gQ[None, m_block], sQ[None, q_state.stage], tma_bar_ptr=q_full)
 
         for j in cutlass.range(1, num_blocks, unroll=1):
             k_full = self.cta.k_ring.acquire(k_state, self.lane)
-            cute.copy(self.tma_K.tma, gK[None, num_blocks - 1 - j], sK[None, k_state.stage], tma_bar_ptr=k_full)
+            cute.copy(self.tma_K.tma, gK[None, last_block - j], sK[None, k_state.stage], tma_bar_ptr=k_full)
             k_state = k_state.next()
             v_full = self.cta.v_ring.acquire(v_state, self.lane)
-            cute.copy(self.tma_V.tma, gV[None, num_blocks - j], sV[None, v_state.stage], tma_bar_ptr=v_full)
+            cute.copy(self.tma_V.tma, gV[None, last_block + 1 - j], sV[None, v_state.stage], tma_bar_ptr=v_full)
             v_state = v_state.next()
         v_full = self.cta.v_ring.acquire(v_state, self.lane)
-        cute.copy(self.tma_V.tma, gV[None, 0], sV[None, v_state.stage], tma_bar_ptr=v_full)
+        cute.copy(self.tma_V.tma, gV[None, blocks.first], sV[None, v_state.stage], tma_bar_ptr=v_full)
         return k_state, v_state.next()

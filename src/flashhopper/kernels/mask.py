@@ -5,6 +5,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from flashhopper.kernels import ptx
+from flashhopper.kernels.block_range import KeyWindow
 from flashhopper.kernels.values import minimum
 
 ROWS_PER_THREAD = 2  # rows lane / 4 and lane / 4 + 8 of a warp's 16 (PTX ISA 9.7.15.5.1, accumulator of wgmma m64nN)
@@ -17,11 +18,18 @@ def rows_view(acc: cute.Tensor) -> cute.Tensor:
 
 
 class KeyMask:
-    """Hides the keys past the end of the sequence and, if causal, past the diagonal aligned to the bottom right."""
+    """Hides the keys past the end of the sequence and, if causal, past the diagonal aligned to the bottom right, or
+    outside a window around it."""
 
-    def __init__(self, tile_n: int, causal: bool):
-        self.tile_n, self.causal = tile_n, causal
-        self.end_key = cute.make_rmem_tensor((ROWS_PER_THREAD,), Int32)  # first hidden key minus this thread's column
+    def __init__(self, tile_n: int, causal: bool, window: KeyWindow | None):
+        self.tile_n, self.causal, self.window = tile_n, causal, window
+        # Visible keys of each row, minus this thread's column.
+        self.end_key, self.first_key = (cute.make_rmem_tensor((ROWS_PER_THREAD,), Int32) for _ in range(2))
+
+    @property
+    def hides_positions(self) -> bool:
+        """Whether keys may be hidden before the sequence ends."""
+        return self.causal or self.window is not None
 
     @cute.jit
     def set_rows(self, row: Int32, lane: Int32, seqlen_q: Int32, seqlen_k: Int32):
@@ -30,6 +38,10 @@ class KeyMask:
             end = seqlen_k
             if const_expr(self.causal):
                 end = minimum(seqlen_k, row + 8 * r + seqlen_k - seqlen_q + 1)
+            if const_expr(self.window is not None):
+                first, window_end = self.window.keys(row + 8 * r + seqlen_k - seqlen_q)
+                end = minimum(seqlen_k, window_end)
+                self.first_key[r] = first - 2 * (lane % 4)
             self.end_key[r] = end - 2 * (lane % 4)
 
     @cute.jit
@@ -39,12 +51,17 @@ class KeyMask:
         first_key = n_block * self.tile_n
         for c in cutlass.range_constexpr(self.tile_n // 4):
             for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-                visible = 8 * (c // 2) + c % 2 < self.end_key[r] - first_key
+                column = 8 * (c // 2) + c % 2
+                visible = column < self.end_key[r] - first_key
+                if const_expr(self.window is not None):
+                    visible = visible & (column >= self.first_key[r] - first_key)
                 rows_S[r, c] = rows_S[r, c] if visible else -Float32.inf
 
     def cuts_last_block(self, seqlen_k: Int32):
         """Whether some key of the block visited first may be hidden; without a mask only a ragged end does that."""
-        return Boolean(True) if self.causal else seqlen_k % self.tile_n != 0
+        if self.hides_positions:
+            return Boolean(True)
+        return (seqlen_k % self.tile_n != 0) | (seqlen_k == 0)
 
     def sees_no_key(self, r: int, lane: Int32):
         """Whether row ``r`` of this thread has no visible key at all."""

@@ -10,12 +10,14 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from flashhopper.config import ROWS_PER_WARPGROUP, WARPGROUP_THREADS
 from flashhopper.kernels import ptx
 from flashhopper.kernels.block_range import BlockRange
-from flashhopper.kernels.cta import Cta
-from flashhopper.kernels.epilogue import Epilogue, Output
+from flashhopper.kernels.cta import Cta, Lengths
+from flashhopper.kernels.epilogue import Epilogue, Output, Place
+from flashhopper.kernels.features import ScoreModifier
 from flashhopper.kernels.gemm import gemm
 from flashhopper.kernels.mask import ROWS_PER_THREAD, KeyMask, rows_view
 from flashhopper.kernels.pipeline import WARPS_PER_WARPGROUP, RingState
-from flashhopper.kernels.softmax import ExactSoftmax
+from flashhopper.kernels.ragged import Rows
+from flashhopper.kernels.softmax import LOG2_E, ExactSoftmax
 from flashhopper.kernels.tile_scheduler import PAUSE, Mailbox
 from flashhopper.kernels.turns import TurnTaking
 
@@ -62,7 +64,8 @@ class Consumer:
         self.rP = cute.make_rmem_tensor(self.mma_PV.partition_shape_A(shape_S), operands.sV.element_type)
         self.rows_S, self.rows_O = rows_view(self.acc_S), rows_view(self.acc_O)
         self.rows_lse = cute.make_rmem_tensor((ROWS_PER_THREAD,), Float32)
-        self.mask = KeyMask(config.tile_n, spec.causal)
+        self.mask = KeyMask(config.tile_n, spec.causal, cta.window)
+        self.modifier = ScoreModifier(cta.features, config.tile_n)
         self.turns = TurnTaking(config.warpgroup_order, config.num_consumer_warpgroups, index)
         is_storing_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS_PER_WARPGROUP == 0
         self.epilogue = Epilogue(cta, output, index, is_storing_warp, self.lane)
@@ -91,15 +94,28 @@ class Consumer:
         self.cta.q_ring.wait(q_state)
         return self.mailbox.read(Mailbox.M_BLOCK, q_state.stage, self.lane)
 
-    def own_blocks(self, m_block: Int32) -> BlockRange:
+    @cute.jit
+    def lengths(self, q_state: RingState):
+        """Of the sequence of the item at hand."""
+        lengths = Lengths(self.cta.seqlen_q, self.cta.seqlen_k)
+        if const_expr(self.cta.spec.features.ragged):
+            words = (Mailbox.SEQLEN_Q, Mailbox.SEQLEN_K)
+            lengths = Lengths(*(self.mailbox.read(word, q_state.stage, self.lane) for word in words))
+        return lengths
+
+    def tile_blocks(self, m_block: Int32, lengths: Lengths) -> BlockRange:
+        """The key blocks that are loaded for the tile."""
+        tile_m = self.cta.spec.config.tile_m
+        return self.cta.key_blocks(m_block * tile_m, tile_m, lengths)
+
+    def own_blocks(self, m_block: Int32, lengths: Lengths) -> BlockRange:
         """The key blocks of this warpgroup's 64 rows."""
         first_row = m_block * self.cta.spec.config.tile_m + ROWS_PER_WARPGROUP * self.index
-        return self.cta.key_blocks(first_row, ROWS_PER_WARPGROUP)
+        return self.cta.key_blocks(first_row, ROWS_PER_WARPGROUP, lengths)
 
-    def num_skipped(self, m_block: Int32) -> Int32:
+    def num_skipped(self, m_block: Int32, lengths: Lengths) -> Int32:
         """Blocks loaded for the tile's later rows that this warpgroup's do not see."""
-        tile_m = self.cta.spec.config.tile_m
-        return self.cta.key_blocks(m_block * tile_m, tile_m).num_blocks - self.own_blocks(m_block).num_blocks
+        return self.tile_blocks(m_block, lengths).end - self.own_blocks(m_block, lengths).end
 
     def q_operand(self, q_state: RingState) -> cute.Tensor:
         """Q as WGMMA's A operand: registers, or descriptors of a stage."""
@@ -112,20 +128,13 @@ class Consumer:
         """S of the block an item visits first, with nothing to overlap it."""
         if const_expr(self.cta.spec.config.q_in_registers):
             cute.copy(self.copy_Q, self.tQsQ[None, None, None, q_state.stage], self.tQrQ)
-        num_skipped = self.num_skipped(m_block)
+        num_skipped = self.num_skipped(m_block, self.lengths(q_state))
         if num_skipped > 0:
             # Before the skipped blocks: the others, which free the stages that this warpgroup's block is loaded into,
             # must not wait for its turn.
             self.turns.await_tile(q_state.stage)
             self.turns.pass_tile(q_state.stage)
-        for _ in cutlass.range(num_skipped, unroll=1):
-            self.cta.k_ring.wait(k_state)
-            self.cta.k_ring.release(k_state, self.lane)
-            self.turns.await_block()
-            self.turns.pass_block()
-            self.cta.v_ring.wait(v_state)
-            self.cta.v_ring.release(v_state, self.lane)
-            k_state, v_state = k_state.next(), v_state.next()
+        k_state, v_state = self.skip_blocks(num_skipped, k_state, v_state)
         self.cta.k_ring.wait(k_state)
         if num_skipped == 0:
             self.turns.await_tile(q_state.stage)
@@ -137,6 +146,19 @@ class Consumer:
             self.turns.pass_tile(q_state.stage)
         self.cta.k_ring.release(k_state, self.lane)
         return k_state.next(), v_state
+
+    @cute.jit
+    def skip_blocks(self, count: Int32, k_state: RingState, v_state: RingState):
+        """Release blocks that only other warpgroups see, and let turns pass."""
+        for _ in cutlass.range(count, unroll=1):
+            self.cta.k_ring.wait(k_state)
+            self.cta.k_ring.release(k_state, self.lane)
+            self.turns.await_block()
+            self.turns.pass_block()
+            self.cta.v_ring.wait(v_state)
+            self.cta.v_ring.release(v_state, self.lane)
+            k_state, v_state = k_state.next(), v_state.next()
+        return k_state, v_state
 
     @cute.jit
     def issue_qk(self, q_state: RingState, k_state: RingState):
@@ -155,23 +177,34 @@ class Consumer:
     def visit_blocks(self, m_block: Int32, q_state: RingState, k_state: RingState, v_state: RingState):
         """P of every block and P·V of all but the last: the first block, the masked loop, the unmasked loop."""
         config = self.cta.spec.config
-        num_blocks, num_unmasked = self.own_blocks(m_block)
+        lengths = self.lengths(q_state)
+        blocks = self.own_blocks(m_block, lengths)
+        num_unmasked, last_block = blocks.num_unmasked, blocks.end - 1
         if const_expr(not config.split_masked_loop):
             num_unmasked = Int32(0)
         if const_expr(self.cta.may_fail):
             if self.mailbox.read(Mailbox.EXACT, q_state.stage, self.lane) != 0:
                 num_unmasked = Int32(0)
-        self.mask.set_rows(self.first_row(m_block), self.lane, self.cta.seqlen_q, self.cta.seqlen_k)
+        row = self.first_row(m_block)
+        self.mask.set_rows(row, self.lane, *lengths)
+        if const_expr(self.cta.features.alibi is not None):
+            head, batch = (self.mailbox.read(word, q_state.stage, self.lane) for word in (Mailbox.HEAD, Mailbox.BATCH))
+            self.modifier.set_rows(row + lengths.k - lengths.q, head, batch, self.lane)
         self.softmax.reset()
-        if self.mask.cuts_last_block(self.cta.seqlen_k):
-            self.mask.apply(self.rows_S, num_blocks - 1)
+        self.modifier.apply(self.rows_S, last_block)
+        if self.mask.cuts_last_block(lengths.k):
+            self.mask.apply(self.rows_S, last_block)
         self.softmax.exact_step(self.rows_S)
         self.convert_p()
         self.acc_O.fill(0.0)
-        for j in cutlass.range(1, num_blocks - num_unmasked, unroll=1):
-            k_state, v_state = self.one_n_block(q_state, k_state, v_state, num_blocks - 1 - j, True)
-        for j in cutlass.range(num_blocks - num_unmasked, num_blocks, unroll=1):
-            k_state, v_state = self.one_n_block(q_state, k_state, v_state, num_blocks - 1 - j, False)
+        num_right = blocks.num_blocks - blocks.num_left - num_unmasked
+        for j in cutlass.range(1, num_right, unroll=1):
+            k_state, v_state = self.one_n_block(q_state, k_state, v_state, last_block - j, True)
+        for j in cutlass.range(num_right, num_right + num_unmasked, unroll=1):
+            k_state, v_state = self.one_n_block(q_state, k_state, v_state, last_block - j, False)
+        if const_expr(self.cta.window is not None):
+            for j in cutlass.range(num_right + num_unmasked, blocks.num_blocks, unroll=1):
+                k_state, v_state = self.one_n_block(q_state, k_state, v_state, last_block - j, True)
         return k_state, v_state
 
     def first_row(self, m_block: Int32) -> Int32:
@@ -200,6 +233,7 @@ class Consumer:
         warpgroup.wait_group(1 if overlap else 0)
         self.cta.k_ring.release(k_state, self.lane)
         rescale = Boolean(True)
+        self.modifier.apply(self.rows_S, n_block)
         if const_expr(masked):
             self.mask.apply(self.rows_S, n_block)
             self.softmax.exact_step(self.rows_S)
@@ -222,25 +256,39 @@ class Consumer:
             packed_P[i] = ptx.pack_16bit(flat_S[2 * i], flat_S[2 * i + 1], self.rP.element_type)
 
     @cute.jit
+    def sink(self, head: Int32, lengths: Lengths):
+        """The sink's logit in base 2, or None. Rows that belong to no sequence have none: their LSE is -inf."""
+        sink = None
+        if const_expr(self.cta.features.sink is not None):
+            sink = self.cta.features.sink[head] * LOG2_E
+            if const_expr(self.cta.spec.features.ragged):
+                sink = sink if lengths.k >= 0 else -Float32.inf
+        return sink
+
+    @cute.jit
     def finish(self, item: Int32, m_block: Int32, q_state: RingState, k_state: RingState, v_state: RingState):
         """The last P·V, O and LSE out, and the next item's first scores, if possible before O leaves."""
         config = self.cta.spec.config
         words = (Mailbox.HEAD, Mailbox.BATCH, Mailbox.EXACT)
         head, batch, exact = (self.mailbox.read(word, q_state.stage, self.lane) for word in words)
+        lengths, start = self.lengths(q_state), Int32(0)
+        if const_expr(self.cta.spec.features.ragged):
+            start, batch = self.mailbox.read(Mailbox.START_Q, q_state.stage, self.lane), Int32(0)
+        place = Place(batch, head, Rows(start, lengths.q))
         row = self.first_row(m_block)
         self.cta.v_ring.wait(v_state)
         self.issue_pv(v_state)
         if const_expr(not config.share_qo_smem):
             self.cta.q_ring.release(q_state, self.lane)
-        trusted = self.softmax.finalize(self.rows_lse, self.mask, self.lane)
-        self.epilogue.write_lse(self.rows_lse, row, head, batch)
+        trusted = self.softmax.finalize(self.rows_lse, self.mask, self.lane, self.sink(head, lengths))
+        self.epilogue.write_lse(self.rows_lse, row, place)
 
         next_q, next_m_block, is_issued = q_state.next(), Int32(0), Boolean(False)
         if const_expr(config.prefetch_scores):
             next_m_block = self.receive(next_q)
             is_issued = next_m_block >= 0
             if is_issued:
-                is_issued = self.num_skipped(next_m_block) == 0
+                is_issued = self.num_skipped(next_m_block, self.lengths(next_q)) == 0
             if is_issued:
                 self.turns.await_tile(next_q.stage)
                 self.turns.await_block()
@@ -253,17 +301,20 @@ class Consumer:
         warpgroup.wait_group(1 if config.prefetch_scores else 0)
         self.cta.v_ring.release(v_state, self.lane)
         v_state = v_state.next()
+        if const_expr(self.cta.window is not None):
+            num_skipped = self.own_blocks(m_block, lengths).first - self.tile_blocks(m_block, lengths).first
+            k_state, v_state = self.skip_blocks(num_skipped, k_state, v_state)
 
         if const_expr(self.cta.may_fail):
             trusted = trusted & self.softmax.is_finite(self.acc_O)
             self.mailbox.judge(item, trusted, exact, self.lane)
         self.softmax.scale_rows(self.rows_O)
-        if const_expr(self.cta.spec.causal):
+        if const_expr(self.mask.hides_positions):
             self.mask.clear_rows_without_keys(self.rows_O, self.lane)
         if const_expr(config.tma_store):
-            self.epilogue.write_by_tma(self.acc_O, m_block, head, batch)
+            self.epilogue.write_by_tma(self.acc_O, m_block, place)
         else:
-            self.epilogue.write_from_registers(self.acc_O, row, head, batch)
+            self.epilogue.write_from_registers(self.acc_O, row, place)
         if const_expr(config.share_qo_smem):
             self.epilogue.wait_staging_read()
             if self.epilogue.is_storing_warp:

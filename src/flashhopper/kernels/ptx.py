@@ -58,6 +58,11 @@ def vote_all(predicate: Boolean) -> Boolean:
     return cute.arch.vote_all_sync(predicate)
 
 
+def ballot(predicate: Boolean) -> Int32:
+    """A bit per lane in which it is true (PTX ISA 9.7.13.9, vote.sync.ballot)."""
+    return cute.arch.vote_ballot_sync(predicate)
+
+
 @dsl_user_op
 def pack_16bit(low: Float32, high: Float32, element: Any, *, loc: Any = None, ip: Any = None) -> Int32:
     """Two floats rounded to nearest even and packed (PTX ISA 9.7.9.22, cvt.rn.bf16x2.f32 and cvt.rn.f16x2.f32).

@@ -62,8 +62,11 @@ class ExactSoftmax:
             rows_O[r, None].store(rows_O[r, None].load() * self.scores_scale[r])
 
     @cute.jit
-    def finalize(self, rows_lse: cute.Tensor, mask: KeyMask, lane: Int32):
-        """Leave 1 / sum in ``scores_scale``, the natural-log LSE in ``rows_lse``; returns whether sums are trusted."""
+    def finalize(self, rows_lse: cute.Tensor, mask: KeyMask, lane: Int32, sink: Float32 | None):
+        """Leave 1 / sum in ``scores_scale``, the natural-log LSE in ``rows_lse``; returns whether sums are trusted.
+
+        ``sink``: a logit in base 2 that takes part in the sum and has no value, or None.
+        """
         trusted = Boolean(True)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             total = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=4)
@@ -73,8 +76,13 @@ class ExactSoftmax:
             if const_expr(self.is_lazy):
                 in_range = (total > TRUSTED_SUM[0]) & (total < TRUSTED_SUM[1])
                 trusted = trusted & (in_range | mask.sees_no_key(r, lane))
-            self.scores_scale[r] = cute.arch.rcp_approx(total) if total != 0.0 else Float32(0.0)
-            rows_lse[r] = (self.row_max[r] + cute.math.log2(total, fastmath=True)) * (1.0 / LOG2_E)
+            factor = Float32(1.0)
+            if const_expr(sink is not None):
+                reference = cute.arch.fmax(self.row_max[r], sink)
+                factor = cute.arch.exp2(self.row_max[r] - reference)
+                total = total * factor + cute.arch.exp2(sink - reference)
+            self.scores_scale[r] = cute.arch.rcp_approx(total) * factor if total != 0.0 else Float32(0.0)
+            rows_lse[r] = (reference + cute.math.log2(total, fastmath=True)) * (1.0 / LOG2_E)
         return trusted
 
     @cute.jit

@@ -7,6 +7,7 @@ from cutlass import Constexpr, Int32, const_expr
 
 from flashhopper.config import ELEMENT_BYTES, KernelSpec
 from flashhopper.kernels import ptx
+from flashhopper.kernels.ragged import Rows, SequenceTable
 from flashhopper.kernels.values import DynamicValues, ceil_div, maximum, minimum
 
 NO_TILE = -1  # also the m_block that tells the consumers to stop
@@ -68,6 +69,26 @@ class TileGrid(NamedTuple):
         return TileCoord(m_block, head_index - batch * self.num_heads, batch)
 
 
+class RaggedGrid:
+    """Order of the tiles of a ragged batch: sequence after sequence, within each as :class:`TileGrid` has it."""
+
+    def __init__(self, table: SequenceTable, spec: KernelSpec, heads: tuple[Int32, Int32], num_ctas: Int32):
+        """``heads``: of Q and of K. ``num_ctas``: that run at once."""
+        self.table, self.spec, self.heads, self.num_ctas = table, spec, heads, num_ctas
+        self.num_tiles = table.num_tiles()
+
+    @cute.jit
+    def locate(self, tile: Int32, lane: Int32):
+        """Coordinates of a tile, with the batch index of its sequence, and that sequence's queries and keys."""
+        sequence = self.table.find(tile, lane)
+        num_heads, num_heads_k = self.heads
+        extents_q = (sequence.rows.length, num_heads, 1)
+        extents_k = (maximum(sequence.others.length, 1), num_heads_k, 1)
+        grid = TileGrid.create(extents_q, extents_k, self.spec, self.num_ctas)
+        m_block, head, _ = grid.coord(tile - sequence.first_tile)
+        return TileCoord(m_block, head, sequence.batch), sequence.rows, sequence.others
+
+
 class WorkItem(DynamicValues):
     """The producer's place in its sequence of items: the current tile, and what it needs to pick the next."""
 
@@ -85,12 +106,12 @@ class Mailbox:
     found that the lazy softmax cannot be trusted.
     """
 
-    ITEM_WORDS = 4
-    M_BLOCK, HEAD, BATCH, EXACT = range(4)
+    ITEM_WORDS = 8
+    M_BLOCK, HEAD, BATCH, EXACT, START_Q, SEQLEN_Q, SEQLEN_K = range(7)  # the last three only of ragged batches
     VERDICTS = 2
 
     def __init__(self, words: cute.Pointer, done: cute.Pointer, num_slots: int):
-        """``words``: 4 per slot (m_block, head, batch, exact), then 2 failure flags. ``done``: 2 mbarriers."""
+        """``words``: 8 per slot, then 2 failure flags. ``done``: 2 mbarriers."""
         self.items = cute.make_tensor(words, cute.make_layout((self.ITEM_WORDS, num_slots)))
         self.failed = cute.make_tensor(words + self.ITEM_WORDS * num_slots, cute.make_layout(self.VERDICTS))
         self.done = done
@@ -101,8 +122,8 @@ class Mailbox:
             cute.arch.mbarrier_init(self.done + i, consumer_warps)
             self.failed[i] = Int32(0)
 
-    def post(self, slot: Int32, item: tuple[Int32, Int32, Int32, Int32]) -> None:
-        """Producer, one lane, before it arrives at Q's full barrier: m_block, head, batch, exact."""
+    def post(self, slot: Int32, item: tuple[Int32, ...]) -> None:
+        """Producer, one lane, before it arrives at Q's full barrier: the words of an item, in order."""
         for word, value in enumerate(item):
             self.items[word, slot] = value
 
@@ -136,13 +157,24 @@ class TileScheduler:
     statistic), unused. The last CTA of a launch resets the first two.
     """
 
-    def __init__(self, kind: str, grid: TileGrid, mailbox: Mailbox, workspace: cute.Tensor):
+    def __init__(self, kind: str, grid: TileGrid | RaggedGrid, mailbox: Mailbox, workspace: cute.Tensor):
         self.kind, self.grid, self.mailbox, self.workspace = kind, grid, mailbox, workspace
         self.num_ctas, _, _ = cute.arch.grid_dim()
 
-    def first_item(self) -> WorkItem:
+    @cute.jit
+    def first_item(self):
+        """The CTA's own tile. There is none for it if the grid is larger than a ragged batch."""
         cta, _, _ = cute.arch.block_idx()
-        return WorkItem(cta, Int32(0), Int32(NO_TILE), cta, Int32(0), Int32(1))
+        tile = cta
+        if const_expr(isinstance(self.grid, RaggedGrid)):
+            tile = cta if cta < self.grid.num_tiles else Int32(NO_TILE)
+        return WorkItem(tile, Int32(0), Int32(NO_TILE), cta, Int32(0), Int32(1))
+
+    def locate(self, tile: Int32, lane: Int32) -> tuple[TileCoord, Rows | None, Rows | None]:
+        """Coordinates of a tile; of a ragged batch also the rows of its sequence in Q and in K."""
+        if isinstance(self.grid, TileGrid):
+            return self.grid.coord(tile), None, None
+        return self.grid.locate(tile, lane)
 
     @cute.jit
     def claim(self, last_claimed: Int32, lane: Int32):
