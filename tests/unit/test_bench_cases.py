@@ -110,7 +110,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, CasePeer]:
     return {OURS: ours, "flex": FlexPeer(), "cudnn": CudnnCasePeer(SdpaPeer("cudnn", SDPBackend.MATH))}
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("case", FEATURES.values(), ids=list(FEATURES))
 def test_real_implementations_are_right(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Output and gradients, and what an implementation does not have is said."""
@@ -135,6 +135,7 @@ def test_real_implementations_are_right(case: Case, monkeypatch: pytest.MonkeyPa
         assert check.error > 0
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("case", FEATURES.values(), ids=list(FEATURES))
 def test_flex_attention_is_right(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its forward, uncompiled; PyTorch has no backward of it on the CPU."""
