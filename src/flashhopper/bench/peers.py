@@ -131,12 +131,16 @@ class PackagePeer(Peer):
         return getattr(imported, "__version__", None)
 
     def call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Call:
+        function, options = self.function("flash_attn_func"), self.options
+        return lambda: function(q, k, v, causal=causal, **options)
+
+    def function(self, name: str) -> Callable[..., object]:
+        """One of the package's functions. ModuleNotFoundError if it is not installed, AttributeError if it has none."""
         module = self._module()
         if module is None:
             raise ModuleNotFoundError(f"{self.name} is not installed")
-        function: Callable[..., object] = importlib.import_module(module).flash_attn_func
-        options = self.options
-        return lambda: function(q, k, v, causal=causal, **options)
+        function: Callable[..., object] = getattr(importlib.import_module(module), name)
+        return function
 
 
 class SdpaPeer(Peer):

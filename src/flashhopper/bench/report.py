@@ -9,6 +9,8 @@ from typing import Any
 from rich.table import Table
 
 from flashhopper.bench import BenchError
+from flashhopper.bench.case_peers import CASE_LABELS, CASE_NAMES
+from flashhopper.bench.case_run import CaseResults
 from flashhopper.bench.grid import PEAK_TFLOPS, Cell, short_seqlen
 from flashhopper.bench.passes import LABELS, OURS, OURS_DETERMINISTIC, Pass
 from flashhopper.bench.results import GridResults, Row
@@ -34,6 +36,20 @@ def memory_table(rows: Sequence[Row], title: str) -> Table | None:
     headings = [f"{texts[key]}, {LABELS[name]}" for name, key in columns]
     lines = [[_rate(row.memory.get(name, {}).get(key)) for name, key in columns] for row in rows]
     return _cell_table(rows, title, headings, lines)
+
+
+def case_table(results: CaseResults) -> Table:
+    """A line per case and pass: TFLOPS on visible pairs, ours against the best peer and against our dense speed."""
+    names = [name for name in CASE_NAMES if any(name in row.tflops for row in results.rows)]
+    device, date = results.machine["device"], results.machine["date"]
+    table = Table(title=f"{results.command}: TFLOPS on visible pairs, {device}, {date}")
+    for heading in ("case", "d", "pass", *(CASE_LABELS[name] for name in names), "to best peer", "to dense"):
+        table.add_column(heading, justify="left" if heading in ("case", "pass") else "right")
+    for row in results.rows:
+        ratios = (ABSENT if ratio is None else f"{ratio:.3f}" for ratio in (row.ratio, row.to_dense))
+        rates = (_rate(row.tflops.get(name)) for name in names)
+        table.add_row(row.case.name, str(row.case.d), row.kind.name, *rates, *ratios)
+    return table
 
 
 def _cell_table(rows: Sequence[Row], title: str, headings: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:

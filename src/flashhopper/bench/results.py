@@ -141,13 +141,13 @@ def summarise(rows: Sequence[Row], burst: Sequence[Row] = (), kind: Pass = FORWA
     return {
         "cells": len(ratios),
         "wins": sum(ratio >= 1.0 for ratio, _ in ratios),
-        "geomean_vs_best_peer": _geomean([ratio for ratio, _ in ratios]),
+        "geomean_vs_best_peer": geomean([ratio for ratio, _ in ratios]),
         "min_ratio": round(worst[0], 3) if worst else None,
         "min_ratio_cell": str(worst[1].cell) if worst else None,
         "geomean_vs": {
-            name: _geomean([ratio for row in rows if (ratio := row.ratio([name])) is not None]) for name in kind.peers
+            name: geomean([ratio for row in rows if (ratio := row.ratio([name])) is not None]) for name in kind.peers
         },
-        **({"geomean_deterministic": _geomean(deterministic)} if OURS_DETERMINISTIC in kind.names else {}),
+        **({"geomean_deterministic": geomean(deterministic)} if OURS_DETERMINISTIC in kind.names else {}),
         "headline": {"sustained": headline(rows), "burst": headline(burst)},
     }
 
@@ -164,7 +164,7 @@ def _extremes(values: Sequence[float]) -> list[float] | None:
     return [round(min(values), 3), round(max(values), 3)] if values else None
 
 
-def _geomean(values: Sequence[float]) -> float | None:
+def geomean(values: Sequence[float]) -> float | None:
     return round(statistics.geometric_mean(values), 3) if values else None
 
 

@@ -42,6 +42,8 @@ def add_parser(subparsers: Subparsers) -> None:
     _add_grid(commands, FORWARD, "forward TFLOPS of every installed implementation")
     _add_grid(commands, BACKWARD, "backward TFLOPS of every installed implementation, and its memory")
     _add_grid(commands, TRAIN, "TFLOPS of forward and backward in one step, and the backward's memory")
+    _add_cases(commands, "varlen", "ragged batches: TFLOPS on visible pairs, and ours to our own dense speed")
+    _add_cases(commands, "masks", "windows, softcap and sinks at 16k tokens: TFLOPS on visible pairs")
     _add_launch(commands)
     _add_ablation(commands)
     _add_tiles(commands)
@@ -112,6 +114,17 @@ def _add_grid(commands: Subparsers, kind: Pass, text: str) -> None:
     parser.add_argument(
         "--against", type=Path, metavar="FILE", help="fail if a ratio to the best peer dropped over 4 %%"
     )
+
+
+def _add_cases(commands: Subparsers, name: str, text: str) -> None:
+    parser = _command(commands, name, _run_cases, text)
+    parser.set_defaults(command=name)
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--head-dim", type=_head_dim, nargs="+", metavar="D", help="default: 64 128")
+    parser.add_argument("--peers", nargs="*", metavar="NAME", help="of fa4, fa3, flex, cudnn (default: all installed)")
+    parser.add_argument("--seed", type=int, help="of the inputs; a fresh one by default, printed either way")
+    parser.add_argument("--output", type=Path, default=RESULTS / f"{name}.json", help="the JSON file")
+    _add_budget_arguments(parser, "600", 600.0)
 
 
 def _add_launch(commands: Subparsers) -> None:
@@ -188,6 +201,41 @@ def _run_grid(args: argparse.Namespace) -> int:
     print(f"wrote {args.output}")
     code = print_errors(results.errors)
     return code if earlier is None else _gate(results, earlier, args.against) or code
+
+
+def _run_cases(args: argparse.Namespace) -> int:
+    from flashhopper.bench.case_peers import case_peers
+    from flashhopper.bench.case_run import CaseOptions, CaseRun
+    from flashhopper.bench.cases import CASE_HEAD_DIMS, CASES
+    from flashhopper.bench.environment import require_hopper
+    from flashhopper.bench.report import case_table
+    from flashhopper.bench.results import write_json
+    from flashhopper.bench.timing import CudaClock
+
+    every = case_peers()
+    unknown = sorted(set(args.peers or ()) - set(every))
+    if unknown:
+        raise BenchError(
+            f"--peers names {', '.join(unknown)}; there are {', '.join(name for name in every if name != OURS)}"
+        )
+    require_hopper()
+    options = CaseOptions(
+        command=args.command,
+        cases=CASES[args.command](args.dtype, args.head_dim or CASE_HEAD_DIMS),
+        peers=[peer for name, peer in every.items() if args.peers is None or name in (OURS, *args.peers)],
+        seed=_seed(args),
+        budget_seconds=args.budget_seconds,
+        seconds_per_cell=args.seconds_per_cell,
+    )
+    with progress_bar() as (progress, total):
+        run = CaseRun(options, CudaClock(), progress)
+        total(run.steps())
+        results = run.run()
+    write_json(args.output, results.to_json())
+    make_console().print(case_table(results))
+    print_skipped(results.skipped)
+    print(f"wrote {args.output}")
+    return print_errors(results.errors)
 
 
 def _gate(results: GridResults, earlier: GridResults, path: Path) -> int:
