@@ -49,14 +49,14 @@ def flash_attn_func(
         causal: query i sees keys 0 … i + seqlen_k - seqlen_q (aligned to the bottom right).
         qv, q_descale, k_descale, v_descale: only None is accepted today.
         learnable_sink: ``(heads,)``, floating point: adds exp(sink) to the denominator of each row of its head, and to
-            what LSE is the logarithm of; differentiable. CPU tensors only today.
+            what LSE is the logarithm of; differentiable.
         alibi_slopes: ``(heads,)`` or ``(batch, heads)``, float32, constants: query i and key j score lower by
-            slope · abs(i + seqlen_k - seqlen_q - j), after softcap (ALiBi, Press et al. 2022). CPU tensors only today.
+            slope · abs(i + seqlen_k - seqlen_q - j), after softcap (ALiBi, Press et al. 2022).
         window_size: (left, right): query i sees keys i + seqlen_k - seqlen_q - left … + right, inclusive; -1 is without
-            bound. CPU tensors only today.
+            bound. Blocks of keys that no row sees are not loaded.
         attention_chunk: query i sees the keys of the chunk of this many in which key i + seqlen_k - seqlen_q lies; 0 is
-            no chunks. CPU tensors only today. Masks combine: a key is seen if each of them shows it.
-        softcap: scores s become softcap · tanh(s / softcap); 0 is none. CPU tensors only today.
+            no chunks. Masks combine: a key is seen if each of them shows it.
+        softcap: scores s become softcap · tanh(s / softcap); 0 is none.
         num_splits, pack_gqa: FA3's names; only the defaults are accepted today (``pack_gqa=False`` too).
         deterministic: the backward adds the parts of dq in a fixed order, so that the same inputs give the same bits.
             Without it dq may differ in the last bits from run to run; dk, dv and the forward never do.
@@ -144,7 +144,7 @@ def flash_attn_varlen_func(
 ) -> Any:
     """:func:`flash_attn_func` of a ragged batch: sequences of any lengths, one after another in one tensor.
 
-    Each sequence attends to its own keys only. CPU tensors only today.
+    Each sequence attends to its own keys only. Differentiable as :func:`flash_attn_func` is.
 
     Args:
         q: ``(total_q, heads, head_dim)``; dtypes and strides as in :func:`flash_attn_func`.

@@ -160,6 +160,7 @@ BACKWARD_TABLE: tuple[BackwardRow, ...] = (
         64,
         BackwardConfig(128, 128, num_dq_stages=2, warpgroup_order="stagger"),
         "2 stages of dQ and 2 of Q and dO, staggered: 554 TFLOPS at 16k queries, 1 and 3: 542; 64 rows: 440",
+        causal=False,
     ),
     BackwardRow(
         96,

@@ -66,11 +66,13 @@ def test_softcap(features: dict[str, Any], lengths: tuple[int, int]) -> None:
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("features", [{}, {"causal": True}, MASKS["window"]], ids=["full", "causal", "window"])
 def test_sinks(features: dict[str, Any], lengths: tuple[int, int]) -> None:
+    # As many heads as make the largest of plain PyTorch's errors, the measure, more than luck.
+    shape = with_lengths(lengths)._replace(heads=24, heads_k=8)
     for dtype in (torch.float32, BF16):
-        outcome = check(random_inputs(with_lengths(lengths)), call_of(features, random_sink(6, dtype)))
+        outcome = check(random_inputs(shape), call_of(features, random_sink(24, dtype)))
         assert outcome.dsink is not None
         assert outcome.dsink.dtype == dtype
-        assert outcome.dsink.count_nonzero() == 6
+        assert outcome.dsink.count_nonzero() == 24
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])

@@ -152,9 +152,10 @@ def test_unused_rows_are_never_read_into_a_result(poison: float, features: dict[
 
 def test_unused_rows_of_head_dims_and_sinks() -> None:
     for head_dim, dtype in ((64, BF16), (96, FP16), (192, BF16), (256, BF16)):
-        tensors = ragged_inputs(UNUSED, 4, 2, head_dim, dtype)
+        # As many heads as make the largest of plain PyTorch's errors in dsink, the measure, more than luck.
+        tensors = ragged_inputs(UNUSED, 24, 12, head_dim, dtype)
         incoming = incoming_of(tensors)
-        call = call_of(UNUSED, {"causal": True, "deterministic": True}, torch.randn(4, device="cuda"))
+        call = call_of(UNUSED, {"causal": True, "deterministic": True}, torch.randn(24, device="cuda"))
         outcome = check(tensors, call, incoming)
         q, k, v = (x.clone() for x in tensors)
         idle_q, idle_k = (side.unused.to("cuda") for side in (UNUSED.q, UNUSED.k))
