@@ -50,8 +50,8 @@ SECOND_DERIVATIVE = (
 )
 
 
-class _Call(NamedTuple):
-    """The arguments of ``flashhopper::attention``, as the parts of the package pass them."""
+class Call(NamedTuple):
+    """One call of attention, dense or ragged: the arguments of ``flashhopper::attention``."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -61,7 +61,7 @@ class _Call(NamedTuple):
     options: AttentionOptions
 
     @classmethod
-    def of(cls, arguments: tuple[Any, ...]) -> _Call:
+    def of(cls, arguments: tuple[Any, ...]) -> Call:
         """From the operator's arguments, where the window is a list."""
         q, k, v, *rest = arguments
         ragged = RaggedTensors(*rest[_SOFTMAX_SIZE : _SOFTMAX_SIZE + _RAGGED_SIZE])
@@ -102,7 +102,7 @@ def attention(
     ragged: RaggedTensors | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Out and LSE through ``torch.ops.flashhopper.attention``."""
-    call = _Call(q, k, v, softmax_tensors, ragged, options)
+    call = Call(q, k, v, softmax_tensors, ragged, options)
     _check_types(call)
     out, lse = torch.ops.flashhopper.attention(*call.flat())
     return out, lse
@@ -117,13 +117,13 @@ def transformable_attention(
     ragged: RaggedTensors | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`attention` for ``torch.func``, which cannot see through a gradient registered with an operator."""
-    call = _Call(q, k, v, softmax_tensors, ragged, options)
+    call = Call(q, k, v, softmax_tensors, ragged, options)
     _check_types(call)
     out, lse = _Transformable.apply(*call.flat())
     return out, lse
 
 
-def _check_types(call: _Call) -> None:
+def _check_types(call: Call) -> None:
     """TypeError for what the operator's schema would turn into something else, or refuse without naming it."""
     for name in ("q", "k", "v"):
         if not isinstance(getattr(call, name), torch.Tensor):
@@ -137,18 +137,21 @@ def _check_types(call: _Call) -> None:
     check_options(call.options, call.q.device.type)
 
 
-def _attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call = _Call.of(arguments)
+def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out and LSE past dispatcher and autograd, on either device."""
     q, k, v = call[:3]
     if all(x is None for x in call.softmax_tensors):
-        out, lse = launch.forward(q, k, v, call.options, ragged=call.ragged)
-    else:
-        out, lse = launch.forward_with_softmax_tensors(q, k, v, call.options, call.softmax_tensors, call.ragged)
+        return launch.forward(q, k, v, call.options, ragged=call.ragged)
+    return launch.forward_with_softmax_tensors(q, k, v, call.options, call.softmax_tensors, call.ragged)
+
+
+def _attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = forward(Call.of(arguments))
     return out.contiguous(), lse.contiguous()  # as the fake kernel says; the kernels' results are
 
 
 def _attention_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call = _Call.of(arguments)
+    call = Call.of(arguments)
     problem = call.problem().validate()
     if any(x is not None for x in call.softmax_tensors):
         problem.check_softmax_tensors(call.softmax_tensors)
@@ -187,8 +190,13 @@ def _attention_grad(
 def _attention_backward(
     dout: torch.Tensor, grad_lse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, ...]:
-    """dq, dk, dv and the sink's gradient, of no elements where there is no sink."""
-    call = _Call.of(arguments)
+    return backward(dout, grad_lse, out, lse, Call.of(arguments))
+
+
+def backward(
+    dout: torch.Tensor, grad_lse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, call: Call
+) -> tuple[torch.Tensor, ...]:
+    """dq, dk, dv and the sink's gradient, of no elements where there is no sink; as :func:`forward`."""
     q, k, v = call[:3]
     if q.device.type != "cpu":
         gradients = launch_backward.backward(dout, q, k, v, out, lse, call.options, grad_lse, ragged=call.ragged)
@@ -212,7 +220,7 @@ def _attention_backward(
 
 
 def _attention_backward_fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    call = _Call.of(arguments[_NUM_RESULTS:])
+    call = Call.of(arguments[_NUM_RESULTS:])
     dq, dk, dv = (x.new_empty(x.shape) for x in call[:3])
     sink = call.softmax_tensors.learnable_sink
     return dq, dk, dv, dq.new_empty(0) if sink is None else sink.new_empty(sink.shape)
@@ -255,7 +263,7 @@ class _TransformableBackward(torch.autograd.Function):
 
 def _attention_vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
     """A mapped dimension is more batch; what is not mapped is shared by all of it."""
-    _check_mapped(_Call.of(arguments), in_dims[3:])
+    _check_mapped(Call.of(arguments), in_dims[3:])
     q, k, v = (_merged(x, dim, info.batch_size) for x, dim in zip(arguments[:3], in_dims[:3], strict=True))
     out, lse = torch.ops.flashhopper.attention(q, k, v, *arguments[3:])
     return tuple(x.unflatten(0, (info.batch_size, -1)) for x in (out, lse)), (0, 0)
@@ -263,7 +271,7 @@ def _attention_vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any)
 
 def _attention_backward_vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
     mapped = _NUM_RESULTS + 3  # and q, k, v
-    call = _Call.of(arguments[_NUM_RESULTS:])
+    call = Call.of(arguments[_NUM_RESULTS:])
     _check_mapped(call, in_dims[mapped:])
     if call.softmax_tensors.learnable_sink is not None:
         raise NotImplementedError("vmap over gradients of learnable_sink is not there; call for one sample at a time")
@@ -273,7 +281,7 @@ def _attention_backward_vmap(info: Any, in_dims: tuple[int | None, ...], *argume
     return (*(x.unflatten(0, (info.batch_size, -1)) for x in gradients), dsink), (0, 0, 0, None)
 
 
-def _check_mapped(call: _Call, in_dims: tuple[int | None, ...]) -> None:
+def _check_mapped(call: Call, in_dims: tuple[int | None, ...]) -> None:
     """NotImplementedError for what more batch does not express; ``in_dims`` are those after q, k and v."""
     if call.ragged is not None:
         raise NotImplementedError("vmap over a ragged batch is not there; put all sequences into one batch")

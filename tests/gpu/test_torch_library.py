@@ -46,7 +46,7 @@ def compare(run: Callable[..., Any], tensors: Tensors) -> None:
 
 def test_opcheck() -> None:
     tensors, options = inputs(), AttentionOptions(causal=True, deterministic=True)
-    call = torch_library._Call(*tensors, SoftmaxTensors(), None, options)
+    call = torch_library.Call(*tensors, SoftmaxTensors(), None, options)
     torch.library.opcheck(torch.ops.flashhopper.attention.default, call.flat())
     out, lse = attend(*tensors)
     arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in call.flat()]

@@ -15,6 +15,7 @@ NO_COMPILER = not any(map(shutil.which, ("c++", "g++", "clang++")))
 PAGES = [
     "README.md",
     "docs/api.md",
+    "docs/torch-sdpa.md",
     pytest.param("docs/compile.md", marks=pytest.mark.skipif(NO_COMPILER, reason="torch.compile needs a C++ compiler")),
 ]
 

@@ -92,7 +92,7 @@ def problem(name: str, dtype: torch.dtype = torch.float32) -> tuple[list[torch.T
 def test_opcheck(shape: str, options: str) -> None:
     tensors, ragged = problem(shape)
     values, softmax_tensors = split_options(options, tensors[0].shape[-2])
-    call = torch_library._Call(*tensors, softmax_tensors, ragged, values)
+    call = torch_library.Call(*tensors, softmax_tensors, ragged, values)
     torch.library.opcheck(torch.ops.flashhopper.attention.default, call.flat())
     out, lse = through_operator(*tensors, values, softmax_tensors, ragged)
     arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in call.flat()]
@@ -149,7 +149,7 @@ def test_gradients_of_a_part_of_the_keys_add_up() -> None:
             None,
             out,
             lse,
-            *torch_library._Call(q, *part, NO_SOFTMAX_TENSORS, None, AttentionOptions()).flat(),
+            *torch_library.Call(q, *part, NO_SOFTMAX_TENSORS, None, AttentionOptions()).flat(),
         )
         for part in zip(k.chunk(3, dim=1), v.chunk(3, dim=1), strict=True)
     ]
