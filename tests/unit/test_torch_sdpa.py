@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import shutil
@@ -256,15 +257,57 @@ def test_activating_on_another_gpu_names_it(monkeypatch: pytest.MonkeyPatch) -> 
     torch_sdpa.hopper_multiprocessors.cache_clear()
 
 
-def test_without_a_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with torch 2.9."""
-    monkeypatch.setattr(torch_sdpa, "_registry", None)
-    monkeypatch.setattr(torch_sdpa, "_register", lambda: torch_sdpa.Handle("CPU"))
-    q, k, v = heads_first(*inputs())
+def is_ours(q: torch.Tensor) -> bool:
+    try:
+        aten._scaled_dot_product_flash_attention(q, q, q)
+    except NotImplementedError:
+        return False
+    return True
+
+
+class OldRegistry:
+    """That of torch 2.10, which can activate but not restore."""
+
+    _FLASH_ATTENTION_ACTIVE: str | None = None
+
+    @classmethod
+    def activate_flash_attention_impl(cls, name: str) -> None:
+        torch_sdpa._register()
+        cls._FLASH_ATTENTION_ACTIVE = name
+
+
+@pytest.mark.parametrize("registry", [None, OldRegistry, "installed"])
+def test_activate_and_restore_with_every_registry(monkeypatch: pytest.MonkeyPatch, registry: Any) -> None:
+    """None is torch 2.9."""
+
+    def register() -> torch_sdpa.Handle:
+        return torch_sdpa._make_active("CPU")
+
+    if registry == "installed":
+        if not hasattr(torch_sdpa._registry, "restore_flash_attention_impl"):
+            pytest.skip("torch 2.11 and later")
+        monkeypatch.setitem(torch_sdpa._registry._FLASH_ATTENTION_IMPLS, torch_sdpa.NAME, register)
+    else:
+        monkeypatch.setattr(torch_sdpa, "_registry", registry)
+        monkeypatch.setattr(torch_sdpa, "_register", register)
+    q = torch.randn(1, 2, 4, 16)
     for _ in range(2):
         torch_sdpa.activate()  # a second time replaces the first
-    assert aten._scaled_dot_product_flash_attention(q, k, v)[0].shape == q.shape
+        assert is_ours(q)
     for _ in range(2):
         torch_sdpa.restore()
-    with pytest.raises(NotImplementedError, match="_scaled_dot_product_flash_attention"):
-        aten._scaled_dot_product_flash_attention(q, k, v)
+        assert not is_ours(q)
+    assert OldRegistry._FLASH_ATTENTION_ACTIVE is None
+
+
+def test_pytorchs_own_restore_gives_back_what_ours_activated(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hasattr(torch.nn.attention, "restore_flash_attention_impl"):
+        pytest.skip("torch 2.11 and later")
+    register = functools.partial(torch_sdpa._make_active, "CPU")
+    monkeypatch.setitem(torch_sdpa._registry._FLASH_ATTENTION_IMPLS, torch_sdpa.NAME, register)
+    q = torch.randn(1, 2, 4, 16)
+    torch_sdpa.activate()
+    assert torch.nn.attention.current_flash_attention_impl() == torch_sdpa.NAME
+    torch.nn.attention.restore_flash_attention_impl()
+    assert not is_ours(q)
+    torch_sdpa.restore()

@@ -44,12 +44,16 @@ class Handle:
 
     def remove(self) -> None:
         """Give the operators back; a second time does nothing."""
+        global _active
         if self._library is not None:
             self._library._destroy()
         self._library = None
+        if _active is self:
+            _active = None
 
 
 _active: Handle | None = None
+"""Ours, whoever activated it."""
 
 
 def activate() -> None:
@@ -58,24 +62,22 @@ def activate() -> None:
     Raises:
         RuntimeError: the current GPU is not Hopper, or there is none.
     """
-    global _active
-    if _registry is not None:
+    if _registry is None:
+        _register()
+    else:
         _registry.activate_flash_attention_impl(NAME)
-        return
-    restore()
-    _active = _register()
 
 
 def restore() -> None:
-    """``torch.nn.attention.restore_flash_attention_impl()``, also on torch 2.9; nothing if nothing is active."""
-    global _active
-    if _registry is not None:
-        if _registry.current_flash_attention_impl() is not None:
-            _registry.restore_flash_attention_impl()
+    """``restore_flash_attention_impl()``, also on torch 2.9 and 2.10, which lack it; nothing if ours is not active."""
+    active = _active
+    if active is None:
         return
-    if _active is not None:
-        _active.remove()
-    _active = None
+    if hasattr(_registry, "restore_flash_attention_impl"):
+        _registry.restore_flash_attention_impl()
+    elif _registry is not None:  # torch 2.10 can activate only
+        _registry._FLASH_ATTENTION_ACTIVE = None
+    active.remove()
 
 
 def _register() -> Handle:
@@ -86,7 +88,15 @@ def _register() -> Handle:
             "H800, H20). On a CPU flashhopper.integrations.torch_sdpa.on_cpu() runs the reference in their place."
         )
     hopper_multiprocessors(torch.device("cuda", torch.cuda.current_device()))
-    return Handle("CUDA")
+    return _make_active("CUDA")
+
+
+def _make_active(dispatch_key: str) -> Handle:
+    global _active
+    if _active is not None:
+        _active.remove()
+    _active = Handle(dispatch_key)
+    return _active
 
 
 @contextlib.contextmanager
