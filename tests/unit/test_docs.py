@@ -18,6 +18,7 @@ PAGES = [
     "README.md",
     "docs/api.md",
     "docs/torch-sdpa.md",
+    "docs/context-parallel.md",
     pytest.param("docs/transformers.md", marks=pytest.mark.skipif(NO_MODELS, reason="needs transformers and weights")),
     pytest.param("docs/compile.md", marks=pytest.mark.skipif(NO_COMPILER, reason="torch.compile needs a C++ compiler")),
 ]
