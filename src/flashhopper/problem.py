@@ -287,7 +287,9 @@ class AttentionProblem(NamedTuple):
 
     def _check_options(self) -> None:
         check_options(self.options)
-        limited = self.device.type == "cuda" and any(_exceeds(rows, MAX_WINDOW_ROWS) for rows in (self.rows_q, self.rows_k))
+        limited = self.device.type == "cuda" and any(
+            _exceeds(rows, MAX_WINDOW_ROWS) for rows in (self.rows_q, self.rows_k)
+        )
         if limited and (self.mask.window is not None or self.ragged is not None):
             for name, rows in (("q", self.rows_q), ("k", self.rows_k)):
                 if _exceeds(rows, MAX_WINDOW_ROWS):

@@ -134,15 +134,13 @@ def _check_types(call: Call) -> None:
             raise TypeError(f"{name} must be a torch.Tensor or None, got {type(value).__name__}")
     if call.ragged is not None:
         RaggedFacts.of(call.ragged)
-    check_options(call.options, call.q.device.type)
+    check_options(call.options)
 
 
 def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """Out and LSE past dispatcher and autograd, on either device."""
     q, k, v = call[:3]
-    if all(x is None for x in call.softmax_tensors):
-        return launch.forward(q, k, v, call.options, ragged=call.ragged)
-    return launch.forward_with_softmax_tensors(q, k, v, call.options, call.softmax_tensors, call.ragged)
+    return launch.forward(q, k, v, call.options, ragged=call.ragged, softmax_tensors=call.softmax_tensors)
 
 
 def _attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -199,8 +197,11 @@ def backward(
     """dq, dk, dv and the sink's gradient, of no elements where there is no sink; as :func:`forward`."""
     q, k, v = call[:3]
     if q.device.type != "cpu":
-        gradients = launch_backward.backward(dout, q, k, v, out, lse, call.options, grad_lse, ragged=call.ragged)
-        return *gradients, q.new_empty(0)
+        gradients = launch_backward.backward(
+            dout, q, k, v, out, lse, call.options, grad_lse, ragged=call.ragged, softmax_tensors=call.softmax_tensors
+        )
+        *of_inputs, dsink = gradients
+        return *of_inputs, q.new_empty(0) if dsink is None else dsink
     results = reference_backward.Results(out, lse, dout, torch.zeros_like(lse) if grad_lse is None else grad_lse)
     options: dict[str, Any] = {
         "softmax_scale": call.problem().softmax_scale,
