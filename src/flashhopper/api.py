@@ -74,7 +74,7 @@ def flash_attn_func(
         TypeError: a wrong type or dtype.
         ValueError: shapes, ranges, devices that do not fit.
         NotImplementedError: an option that is not there yet.
-        RuntimeError: a GPU that is not Hopper; a second derivative on CUDA tensors.
+        RuntimeError: a GPU that is not Hopper; a second derivative on CUDA tensors or inside ``torch.compile``.
         ImportError: a kernel is needed and the CuTe DSL is not installed.
     """
     refuse_tensors(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)

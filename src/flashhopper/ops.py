@@ -1,13 +1,12 @@
-"""Autograd around the kernels."""
+"""Autograd around the kernels, and the way past it for what records graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from flashhopper import launch, launch_backward
+from flashhopper import launch, launch_backward, torch_library
 from flashhopper.launch_backward import Saved
 from flashhopper.problem import AttentionOptions, RaggedTensors, SoftmaxTensors
 
@@ -84,9 +83,7 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[None, ...]:
-        raise RuntimeError(
-            "flash_attn_func can be differentiated once; second derivatives (create_graph=True) need another attention"
-        )
+        raise RuntimeError(torch_library.SECOND_DERIVATIVE)
 
 
 def attention(
@@ -100,10 +97,22 @@ def attention(
     """Out and LSE of a dense problem or, with ``ragged``, of a ragged one, recorded by autograd if an input needs a
     gradient.
 
-    Under ``torch.compile`` the graph breaks around the call, which then runs as it does without.
+    Where a graph is recorded or transformed it is an operator of :mod:`flashhopper.torch_library`.
     """
-    run = _attention_outside_graph if torch.compiler.is_compiling() else _attention
-    return run(q, k, v, options, softmax_tensors, ragged)
+    if torch.compiler.is_compiling() or _is_recorded(q):
+        return torch_library.attention(q, k, v, options, softmax_tensors, ragged)
+    if _functorch_level() is not None and isinstance(q, torch.Tensor) and q.is_cuda:
+        return torch_library.transformable_attention(q, k, v, options, softmax_tensors, ragged)
+    return _attention(q, k, v, options, softmax_tensors, ragged)
+
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+_num_dispatch_modes, _functorch_level = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
+
+
+def _is_recorded(q: torch.Tensor) -> bool:
+    """By a dispatch mode (fake tensors, selective checkpointing) or a tensor subclass such as DTensor."""
+    return _num_dispatch_modes() > 0 or (type(q) not in _PLAIN and isinstance(q, torch.Tensor))
 
 
 def _attention(
@@ -119,6 +128,3 @@ def _attention(
         result: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(q, k, v, *softmax_tensors, options, ragged)
         return result
     return launch.forward(q, k, v, options, ragged=ragged, softmax_tensors=softmax_tensors)
-
-
-_attention_outside_graph: Callable[..., tuple[torch.Tensor, torch.Tensor]] = torch.compiler.disable(_attention)

@@ -72,7 +72,9 @@ class RaggedFacts(NamedTuple):
         """TypeError for a length that is not an int or lengths that are not a tensor; checks nothing else."""
         for name in ("max_seqlen_q", "max_seqlen_k"):
             value = getattr(ragged, name)
-            if not isinstance(value, int) or isinstance(value, bool):  # here: as part of a plan's key, True is 1
+            if not isinstance(value, (int, torch.SymInt)) or isinstance(
+                value, bool
+            ):  # here: as part of a plan's key, True is 1
                 raise TypeError(f"{name} must be an int, got {type(value).__name__}")
         cu_seqlens = [_lengths_facts(name, getattr(ragged, name)) for name in ("cu_seqlens_q", "cu_seqlens_k")]
         seqused = [
@@ -88,7 +90,7 @@ class RaggedFacts(NamedTuple):
     def check(self, device: torch.device) -> None:
         """TypeError or ValueError unless the lengths fit each other and lie on q's device."""
         for name, value in (("max_seqlen_q", self.max_seqlen_q), ("max_seqlen_k", self.max_seqlen_k)):
-            if not 0 <= value <= MAX_EXTENT:
+            if _exceeds(value) or value < 0:
                 raise ValueError(f"{name} is {value}; accepted are lengths from 0 to {MAX_EXTENT}")
         first = self.cu_seqlens_q.shape
         if len(first) != 1 or first[0] == 0:
@@ -255,7 +257,7 @@ class AttentionProblem(NamedTuple):
         for name, facts in self._tensors():
             if len(facts.shape) != dimensions:
                 raise ValueError(f"{name} must have {dimensions} dimensions ({layout}), got shape {tuple(facts.shape)}")
-            if max(facts.shape) > MAX_EXTENT:
+            if any(map(_exceeds, facts.shape)):
                 raise ValueError(f"{name} has shape {tuple(facts.shape)}; each extent may be at most {MAX_EXTENT}")
         for name, facts in self._tensors():
             if self.ragged is None and facts.shape[0] != self.batch:
@@ -284,36 +286,13 @@ class AttentionProblem(NamedTuple):
                 )
 
     def _check_options(self) -> None:
-        options = self.options
-        scale = options.softmax_scale
-        if scale is not None:
-            if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-                raise TypeError(f"softmax_scale must be a float or None, got {type(scale).__name__}")
-            if not 0 <= scale <= MAX_SOFTMAX_SCALE:  # also false for NaN
-                raise ValueError(f"softmax_scale is {scale}; accepted are numbers from 0 to 2**20, or None")
-        for name in ("causal", "deterministic"):
-            value = getattr(options, name)
-            if not isinstance(value, bool):
-                raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
-        if isinstance(options.sm_margin, bool) or not isinstance(options.sm_margin, int):
-            raise TypeError(f"sm_margin must be an int, got {type(options.sm_margin).__name__}")
-        if options.sm_margin < 0:
-            raise ValueError(f"sm_margin is {options.sm_margin}; accepted is a number of SMs of at least 0")
-        for name, option in _OPTIONS.items():
-            value = getattr(options, name)
-            if not isinstance(value, option.types) or (isinstance(value, bool) and bool not in option.types):
-                names = " or ".join(t.__name__ for t in option.types)
-                raise TypeError(f"{name} must be {names}, got {type(value).__name__}")
-            if value in option.accepted:
-                continue
-            if option.check is not None:
-                option.check(value)
-                continue
-            today = " and ".join(map(repr, option.accepted))
-            raise NotImplementedError(f"{name}={value!r} is not there yet; accepted today: {today}")
-        if self.device.type == "cuda" and (self.mask.window is not None or self.ragged is not None):
+        check_options(self.options)
+        limited = self.device.type == "cuda" and any(
+            _exceeds(rows, MAX_WINDOW_ROWS) for rows in (self.rows_q, self.rows_k)
+        )
+        if limited and (self.mask.window is not None or self.ragged is not None):
             for name, rows in (("q", self.rows_q), ("k", self.rows_k)):
-                if rows > MAX_WINDOW_ROWS:
+                if _exceeds(rows, MAX_WINDOW_ROWS):
                     raise ValueError(
                         f"{name} has {rows} rows; at most {MAX_WINDOW_ROWS} with windows, chunks or cu_seqlens"
                     )
@@ -377,6 +356,41 @@ class AttentionProblem(NamedTuple):
             raise ValueError(f"alibi_slopes is on {slopes.device}, q on {self.device}: all must be on the same device")
         if slopes.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError("alibi_slopes requires a gradient, which is not there yet; detach it")
+
+
+def check_options(options: AttentionOptions) -> None:
+    """Of :meth:`AttentionProblem.validate`, what does not depend on shapes: ``torch.compile`` traces it."""
+    scale = options.softmax_scale
+    if scale is not None:
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+            raise TypeError(f"softmax_scale must be a float or None, got {type(scale).__name__}")
+        if not 0 <= scale <= MAX_SOFTMAX_SCALE:  # also false for NaN
+            raise ValueError(f"softmax_scale is {scale}; accepted are numbers from 0 to 2**20, or None")
+    for name in ("causal", "deterministic"):
+        value = getattr(options, name)
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+    if isinstance(options.sm_margin, bool) or not isinstance(options.sm_margin, int):
+        raise TypeError(f"sm_margin must be an int, got {type(options.sm_margin).__name__}")
+    if options.sm_margin < 0:
+        raise ValueError(f"sm_margin is {options.sm_margin}; accepted is a number of SMs of at least 0")
+    for name, option in _OPTIONS.items():
+        value = getattr(options, name)
+        if not isinstance(value, option.types) or (isinstance(value, bool) and bool not in option.types):
+            names = " or ".join(t.__name__ for t in option.types)
+            raise TypeError(f"{name} must be {names}, got {type(value).__name__}")
+        if value in option.accepted:
+            continue
+        if option.check is not None:
+            option.check(value)
+            continue
+        today = " and ".join(map(repr, option.accepted))
+        raise NotImplementedError(f"{name}={value!r} is not there yet; accepted today: {today}")
+
+
+def _exceeds(extent: int | torch.SymInt, limit: int = MAX_EXTENT) -> bool:
+    """Never of a symbolic extent, whose range the question would narrow for good: the call itself will ask."""
+    return isinstance(extent, int) and extent > limit
 
 
 def refuse_tensors(**tensors: torch.Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""flash_attn_func inside torch.compile: a graph break, and the same results."""
+"""Autograd around the kernels, and the same results inside torch.compile."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def model(x: torch.Tensor) -> torch.Tensor:
     return out + 1
 
 
-def test_a_compiled_model_gives_the_same_bits_and_gradients() -> None:
-    compiled = torch.compile(model, backend="eager")
+def test_a_compiled_model_gives_the_same_bits_and_the_gradients() -> None:
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
     for seqlen in (20, 33):
         x, y = (torch.randn(2, seqlen, 2, 16).requires_grad_() for _ in range(2))
         y.data.copy_(x.data)
@@ -32,7 +32,7 @@ def test_a_compiled_model_gives_the_same_bits_and_gradients() -> None:
         model(y).sum().backward()
         assert x.grad is not None
         assert y.grad is not None
-        assert torch.equal(x.grad, y.grad)
+        torch.testing.assert_close(x.grad, y.grad, atol=1e-4, rtol=1e-5)  # a formula's, and autograd's
         assert x.grad.abs().sum() > 0
 
 

@@ -1,0 +1,85 @@
+"""Transformers' models on the kernels, in bf16, against eager attention in fp32 and in bf16."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tolerance import assert_close_on_average
+
+from flashhopper.integrations.transformers import register
+
+transformers = pytest.importorskip("transformers", minversion="4.57", reason="transformers is not installed")
+SIZES = {
+    "vocab_size": 199,
+    "hidden_size": 512,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "pad_token_id": 0,
+}
+MODELS = {
+    "Llama": ("LlamaForCausalLM", "LlamaConfig", {}),
+    "Mistral": ("MistralForCausalLM", "MistralConfig", {"sliding_window": 100}),
+    "Gemma 2": ("Gemma2ForCausalLM", "Gemma2Config", {"sliding_window": 100, "query_pre_attn_scalar": 64}),
+    "gpt-oss": ("GptOssForCausalLM", "GptOssConfig", {"sliding_window": 100, "num_local_experts": 2}),
+}
+
+
+def make_model(name: str) -> Any:
+    register()
+    model, config, options = MODELS[name]
+    if name == "gpt-oss":
+        options = options | {"num_experts_per_tok": 2}  # both: rounding would send tokens to different experts
+    made = getattr(transformers, model)(getattr(transformers, config)(**SIZES, **options)).cuda().train()
+    for parameter_name, parameter in made.named_parameters():
+        if parameter_name.endswith("sinks"):
+            torch.nn.init.normal_(parameter)
+    return made
+
+
+def logits_and_gradients(model: Any, implementation: str, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    model.set_attn_implementation(implementation)
+    model.zero_grad()
+    output = model(**batch, use_cache=False)
+    output.loss.backward()
+    shown = output.logits[batch["attention_mask"].bool()]
+    return [shown.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_gradients(name: str, padded: bool) -> None:
+    wide = make_model(name)
+    model = copy.deepcopy(wide).to(torch.bfloat16)
+    wide.load_state_dict(model.state_dict())
+    ids = torch.randint(1, 199, (3, 300), device="cuda")
+    lengths = torch.tensor([[300], [170], [1]] if padded else [[300]] * 3, device="cuda")
+    real = torch.arange(300, device="cuda") < lengths
+    batch = {"input_ids": ids, "attention_mask": real.long(), "labels": ids.masked_fill(~real, -100)}
+    mine = logits_and_gradients(model, "flashhopper", batch)
+    low = logits_and_gradients(model, "eager", batch)
+    expected = logits_and_gradients(wide, "eager", batch)
+    for x, ref, same_math in zip(mine, expected, low, strict=True):
+        assert_close_on_average(x, ref, same_math, factor=2)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", MODELS)
+def test_generated_logits(name: str, cache: str) -> None:
+    model = make_model(name).eval().to(torch.bfloat16)
+    ids = torch.randint(1, 199, (2, 120), device="cuda")
+    options: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0, "disable_compile": True}
+    options |= {"output_logits": True, "return_dict_in_generate": True, "attention_mask": torch.ones_like(ids)}
+    options |= {"cache_implementation": "static"} if cache == "static" else {}
+    logits = {}
+    for implementation in ("flashhopper", "eager"):
+        model.set_attn_implementation(implementation)
+        logits[implementation] = torch.stack(model.generate(ids, **options).logits)
+    model.float()
+    expected = torch.stack(model.generate(ids, **options).logits)
+    assert_close_on_average(logits["flashhopper"], expected, logits["eager"], factor=2)
