@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import NamedTuple
 
 from flashhopper.config import (
+    PLAIN,
     AnySpec,
     BackwardConfig,
     BackwardSpec,
@@ -15,6 +17,7 @@ from flashhopper.config import (
     KernelSpec,
     PostprocessSpec,
     PreprocessSpec,
+    ScheduleSpec,
 )
 from flashhopper.problem import DTYPES, AttentionProblem
 
@@ -267,34 +270,64 @@ def _with_fewer_registers(row: BackwardRow, features: Features) -> BackwardConfi
     return row.config
 
 
-def all_specs() -> list[AnySpec]:
-    """Every kernel that a call can choose."""
-    return [*forward_specs(), *backward_specs()]
-
-
-def backward_specs() -> list[AnySpec]:
-    """Every kernel of the backward: before, main and after."""
+def all_specs(features: Features = PLAIN) -> list[AnySpec]:
+    """Every kernel that a call with exactly these features can choose."""
     flags = (False, True)
+    schedules = [ScheduleSpec(*used) for used in itertools.product(flags, flags)] if features.ragged else []
+    return [*forward_specs(features), *backward_specs(features), *schedules]
+
+
+def _masks(features: Features) -> list[tuple[bool, bool]]:
+    """The causal flags of specs, each with that of the tables' rows that serve it: see :func:`is_masked`."""
+    if features.window:
+        return [(False, True)]
+    return [(causal, causal or features.ragged) for causal in (False, True)]
+
+
+def backward_specs(features: Features = PLAIN) -> list[AnySpec]:
+    """Every kernel of the backward: before, main and after."""
+    flags, features = (False, True), replace(features, sink=False)
     dims = list(dict.fromkeys((row.head_dim, row.head_dim_v) for row in BACKWARD_TABLE))
+    main = [
+        BackwardSpec(
+            dtype, row.head_dim, row.head_dim_v, causal, deterministic, _with_fewer_registers(row, features), features
+        )
+        for row in BACKWARD_TABLE
+        for dtype in DTYPES.values()
+        for causal, is_masked in _masks(features)
+        if row.causal in (None, is_masked)
+        for deterministic in flags
+    ]
     return [
+        *dict.fromkeys(main),  # smaller tiles may make two rows one
         *(
-            BackwardSpec(dtype, row.head_dim, row.head_dim_v, causal, deterministic, row.config)
-            for row in BACKWARD_TABLE
+            PreprocessSpec(dtype, *pair, flag, features.ragged)
+            for pair in dims
             for dtype in DTYPES.values()
-            for causal in flags
-            if row.causal in (None, causal)
-            for deterministic in flags
+            for flag in flags
         ),
-        *(PreprocessSpec(dtype, *pair, flag) for pair in dims for dtype in DTYPES.values() for flag in flags),
-        *(PostprocessSpec(dtype, d) for d in sorted({d for d, _ in dims}) for dtype in DTYPES.values()),
+        *(
+            PostprocessSpec(dtype, d, features.ragged)
+            for d in sorted({d for d, _ in dims})
+            for dtype in DTYPES.values()
+        ),
     ]
 
 
-def forward_specs() -> list[KernelSpec]:
-    """Every kernel that :func:`select_spec` can choose."""
+def forward_specs(features: Features = PLAIN) -> list[KernelSpec]:
+    """Every kernel that :func:`select_spec` can choose for calls with exactly these features."""
     return [
-        KernelSpec(dtype, row.head_dim, row.head_dim_v, row.causal, _for_dtype(row.config, dtype))
+        KernelSpec(
+            dtype,
+            row.head_dim,
+            row.head_dim_v,
+            causal,
+            for_features(_for_dtype(row.config, dtype), features),
+            features,
+        )
         for row in TILE_TABLE
+        for causal, is_masked in _masks(features)
+        if row.causal == is_masked
         for dtype in DTYPES.values()
     ]
 

@@ -141,9 +141,7 @@ class _BackwardPlan:
         if problem.ragged is not None:
             self.schedules = _schedules(problem, problem.ragged, spec.config.tile_n)
             tensors = tuple(map(with_batch, tensors))
-            # Whole blocks of ROW_PADDING rows for every sequence: see kernels.backward_grid.padded_row.
-            self.batch, padded_rows = 1, problem.rows_q // ROW_PADDING * ROW_PADDING + problem.batch * ROW_PADDING
-            padded_rows += ROW_PADDING
+            self.batch, padded_rows = 1, ragged_rows(problem.rows_q, problem.batch)
         heads = self.batch * problem.num_heads
         row_blocks = padded_rows // ROWS_PER_WARPGROUP
         key_tiles = -(-problem.rows_k // spec.config.tile_n) * self.batch * problem.num_heads_k
@@ -231,6 +229,12 @@ class _BackwardPlan:
         )
         self.postprocess(accumulator, _as_batch(dq), self.scale, by_queries)
         return Gradients(dq, dk, dv, None if sink is None else _sink_gradient(sink, lse_log2, delta))
+
+
+def ragged_rows(total_rows: int, batch: int) -> int:
+    """Rows of workspaces that have whole blocks of ROW_PADDING rows for every sequence, where
+    ``kernels.backward_grid.padded_row`` says."""
+    return (total_rows // ROW_PADDING + batch + 1) * ROW_PADDING
 
 
 def _schedules(problem: AttentionProblem, ragged: RaggedFacts, tile_n: int) -> tuple[Schedule, Schedule]:

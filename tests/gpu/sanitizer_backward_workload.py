@@ -25,7 +25,7 @@ def is_right(head_dim: int, causal: bool, seqlen_q: int, seqlen_k: int, determin
     options = AttentionOptions(causal=causal, deterministic=deterministic)
     on_card = [x.cuda() for x in tensors]
     result = launch.forward(*on_card, options)
-    gradients = launch_backward.backward(grad_out.cuda(), *on_card, *result, options, grad_lse=grad_lse.cuda())
+    *gradients, _ = launch_backward.backward(grad_out.cuda(), *on_card, *result, options, grad_lse=grad_lse.cuda())
     inputs = [x.float().requires_grad_() for x in tensors]
     ref = attention(*inputs, softmax_scale=head_dim**-0.5, causal=causal)
     expected = torch.autograd.grad(ref, inputs, (grad_out.float(), grad_lse))

@@ -16,7 +16,7 @@ from flashhopper.cli import COMMANDS, build_parser, doctor, main, warmup
 from flashhopper.cli.doctor import Card, Machine, check_machine, inspect_machine
 from flashhopper.cli.warmup import select_specs, warm_specs
 from flashhopper.compiler import KernelCache
-from flashhopper.config import ForwardConfig, KernelSpec
+from flashhopper.config import PLAIN, Features, ForwardConfig, KernelSpec
 from flashhopper.toolchain import dsl_version
 
 SPECS = [
@@ -26,6 +26,10 @@ SPECS = [
 ]
 H200 = Card(0, "NVIDIA H200", (9, 0), 132, 139.8)
 A100 = Card(1, "NVIDIA A100", (8, 0), 108, 79.3)
+
+
+CAPPED = [replace(spec, features=Features(softcap=True)) for spec in SPECS]
+TABLES = {PLAIN: SPECS, Features(softcap=True): CAPPED}
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +45,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def table(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile table of SPECS."""
     heuristics = types.ModuleType("flashhopper.heuristics")
-    vars(heuristics)["all_specs"] = lambda: list(SPECS)
+    vars(heuristics)["all_specs"] = lambda features: TABLES.get(features, [])
     monkeypatch.setitem(sys.modules, "flashhopper.heuristics", heuristics)
 
 
@@ -208,8 +212,21 @@ def test_warmup_without_a_writable_cache(directory: Path, capsys: pytest.Capture
 
 @pytest.mark.usefixtures("table")
 def test_warmup_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["warmup", "--head-dim", "512"]) == 1
-    assert "no kernel of the tile table matches" in capsys.readouterr().err
+    for arguments in (["--head-dim", "512"], ["--features", "ragged", "window"]):
+        assert main(["warmup", *arguments]) == 1
+        assert "no kernel of the tile table matches" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("table")
+def test_warmup_of_features(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken: list[KernelSpec] = []
+    monkeypatch.setattr(warmup, "warm_specs", lambda specs, jobs: taken.extend(specs) or 0)
+    assert main(["warmup", "--features", "softcap"]) == 0
+    assert taken == CAPPED
+    assert main(["warmup", "--features", "chunk"]) == 1
+    assert "chunk without window" in capsys.readouterr().err
 
 
 def test_cache_info_and_clear(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from flashhopper.config import (
     BackwardConfig,
     BackwardSpec,
     ConfigError,
+    Features,
     ForwardConfig,
     KernelSpec,
     PostprocessSpec,
@@ -204,8 +205,36 @@ def test_every_field_is_part_of_the_key() -> None:
     exact = replace(D128, softmax="exact")
     spec = KernelSpec(**(SPEC | {"head_dim": 64, "head_dim_v": 64, "config": exact}))
     others = [replace(spec, head_dim=96), replace(spec, head_dim_v=96), replace(spec, causal=False)]
-    others += [replace(spec, dtype="float16"), replace(spec, config=D128)]
+    others += [replace(spec, dtype="float16"), replace(spec, config=D128), replace(spec, features=Features(sink=True))]
     assert len({spec, *others}) == 1 + len(fields(KernelSpec))
+
+
+def test_every_feature_is_part_of_the_key_and_of_the_name() -> None:
+    names = [field.name for field in fields(Features)]
+    sets = [Features(**({"window": True} if name == "chunk" else {}) | {name: True}) for name in names]
+    assert len({Features(), *sets}) == 1 + len(names)
+    full = KernelSpec(**(SPEC | {"causal": False}))
+    specs = [replace(full, features=features) for features in sets]
+    assert [spec.name for spec in specs] == [
+        "fwd_bfloat16_d128x128_window_128x128",
+        "fwd_bfloat16_d128x128_window_chunk_128x128",
+        *(f"fwd_bfloat16_d128x128_full_{name}_128x128" for name in ("softcap", "alibi", "sink", "ragged")),
+    ]
+
+
+def test_features_that_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="chunk without window"):
+        Features(chunk=True)
+    with pytest.raises(ConfigError, match="causal with a window"):
+        KernelSpec(**(SPEC | {"causal": True, "features": Features(window=True)}))
+    ahead = replace(D128, num_q_stages=2, prefetch_scores=True)
+    with pytest.raises(ConfigError, match="prefetch_scores with a window"):
+        KernelSpec(**(SPEC | {"causal": False, "config": ahead, "features": Features(window=True)}))
+    with pytest.raises(ConfigError, match="scheduler='single' takes the number of tiles on the host"):
+        KernelSpec(**(SPEC | {"config": replace(D128, scheduler="single"), "features": Features(ragged=True)}))
+    backward = BackwardConfig(64, 128)
+    with pytest.raises(ConfigError, match="the backward has no sink of its own"):
+        BackwardSpec("bfloat16", 64, 64, False, False, backward, Features(sink=True))
 
 
 def test_spec_refuses_what_cannot_run() -> None:

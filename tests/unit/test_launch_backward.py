@@ -39,7 +39,7 @@ def plan(
     problem = AttentionProblem(facts(*q), facts(*k), facts(*k[:3], dv), AttentionOptions(**options))
     out = facts(*q[:3], dv)
     dout = out if grad is None else facts(*grad)
-    return launch_backward._plan.__wrapped__(problem, (out, dout), (), False, None)
+    return launch_backward._plan.__wrapped__(problem, (out, dout), (), None, False, None)
 
 
 def test_the_three_kernels_of_a_problem(asked: list[AnySpec]) -> None:

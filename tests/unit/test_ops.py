@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from flashhopper import flash_attn_func, launch_backward, ops
-from flashhopper.problem import AttentionOptions
+from flashhopper.problem import AttentionOptions, SoftmaxTensors
 from flashhopper.reference import attention
 
 
@@ -45,15 +45,17 @@ def test_a_compiled_model_raises_the_same_errors() -> None:
 def kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The autograd function of CUDA tensors, with the reference in place of the kernels."""
 
-    def backward(dout: torch.Tensor, *tensors: Any, ragged: None) -> tuple[torch.Tensor, ...]:
+    def backward(
+        dout: torch.Tensor, *tensors: Any, ragged: None, softmax_tensors: SoftmaxTensors
+    ) -> tuple[torch.Tensor | None, ...]:
         q, k, v, _, _, _, grad_lse = tensors
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         with torch.enable_grad():
             out, lse = attention(*leaves, softmax_scale=0.25, causal=True)
             loss = (out * dout).sum() + (0 if grad_lse is None else (lse * grad_lse).sum())
-        return torch.autograd.grad(loss, leaves, materialize_grads=True, allow_unused=True)
+        return *torch.autograd.grad(loss, leaves, materialize_grads=True, allow_unused=True), None
 
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions, ragged: None) -> Any:
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions, **_: Any) -> Any:
         return attention(q, k, v, softmax_scale=0.25, causal=True)
 
     monkeypatch.setattr(ops.launch, "forward", forward)
@@ -61,7 +63,9 @@ def kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_card(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    result: tuple[torch.Tensor, torch.Tensor] = ops._Attention.apply(*tensors, AttentionOptions(causal=True), None)
+    result: tuple[torch.Tensor, torch.Tensor] = ops._Attention.apply(
+        *tensors, None, None, AttentionOptions(causal=True), None
+    )
     return result
 
 

@@ -18,10 +18,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from flashhopper.config import ROWS_PER_WARPGROUP, ForwardConfig, KernelSpec
+from flashhopper.config import ROWS_PER_WARPGROUP, Features, ForwardConfig, KernelSpec
 from flashhopper.heuristics import forward_specs
 from flashhopper.kernels import cta, load, pipeline, tile_scheduler
-from flashhopper.kernels.cta import Cta
+from flashhopper.kernels.block_range import UNBOUNDED
+from flashhopper.kernels.cta import Cta, Lengths
+from flashhopper.kernels.features import FeatureArgs
 from flashhopper.kernels.load import Producer
 from flashhopper.kernels.pipeline import WARPS_PER_WARPGROUP, RingState, TmaRing
 from flashhopper.kernels.smem import NamedBarrier
@@ -93,7 +95,7 @@ class AnyTile:
 
     tma = None
 
-    def partition(self, head: int, batch: int) -> tuple[AnyTile, AnyTile]:
+    def partition(self, head: int, batch: int, rows: None) -> tuple[AnyTile, AnyTile]:
         return self, self
 
     def __getitem__(self, index: Any) -> AnyTile:
@@ -111,8 +113,17 @@ class Run(NamedTuple):
 class Machine:
     """One CTA of a launch: the instructions of the kernels' modules, and who else is there."""
 
-    def __init__(self, spec: KernelSpec, extents: tuple[int, int, int, int], random: Random, failing: float):
-        """``extents``: seqlen_q, seqlen_k, heads, batch. ``failing``: share of tiles that are not trusted."""
+    def __init__(
+        self,
+        spec: KernelSpec,
+        extents: tuple[int, int, int, int],
+        random: Random,
+        failing: float,
+        window: tuple[int, int, int] | None = None,
+    ):
+        """``extents``: seqlen_q, seqlen_k, heads, batch. ``failing``: share of tiles that are not trusted. ``window``:
+        keys to the left and to the right, keys per chunk."""
+        self.window = window
         self.spec, self.random, self.failing = spec, random, failing
         self.seqlen_q, self.seqlen_k, self.heads, self.batch = extents
         shape_q, shape_k = (self.seqlen_q, self.heads, self.batch), (self.seqlen_k, self.heads, self.batch)
@@ -204,7 +215,8 @@ class Machine:
         scheduler = TileScheduler(config.scheduler, self.grid, mailbox, self.workspace)  # type: ignore[arg-type]
         stages = (config.num_q_stages, config.num_stages, config.num_stages)
         rings = tuple(TmaRing(barriers(2 * count), count, 16) for count in stages)
-        self.cta = Cta(spec, rings, scheduler, (self.seqlen_q, self.seqlen_k, 1))  # type: ignore[arg-type]
+        features = FeatureArgs(window=self.window)  # type: ignore[arg-type]
+        self.cta = Cta(spec, rings, scheduler, (self.seqlen_q, self.seqlen_k, 1), features)  # type: ignore[arg-type]
         self.cta.initialise_barriers()
         groups = range(config.num_consumer_warpgroups)
         self.consumers = [self.consumer(index) for index in groups]
@@ -224,7 +236,8 @@ class Machine:
         if m_block >= 0:
             k, v = yield from self.first_scores(index, m_block, q, k, v)
         while m_block >= 0:
-            for _ in range(self.blocks(index, m_block)[1] - 1):
+            _, visited, left_over = self.blocks(index, m_block)
+            for _ in range(visited - 1):
                 yield self.full(self.cta.k_ring, k)
                 yield self.full(self.cta.v_ring, v)
                 self.release(self.cta.k_ring, k, WARPS_PER_WARPGROUP)
@@ -248,6 +261,7 @@ class Machine:
             yield go_on
             self.release(self.cta.v_ring, v, WARPS_PER_WARPGROUP)
             v = v.next()
+            k, v = yield from self.skip(left_over, k, v)
             if self.cta.may_fail:
                 self.judge(index, item, (m_block, head, batch), exact)
             elif index == 0:
@@ -267,25 +281,30 @@ class Machine:
                 k, v = yield from self.first_scores(index, m_block, q, k, v)
             item += 1
 
-    def blocks(self, index: int, m_block: int) -> tuple[int, int]:
-        """Blocks of the tile that the warpgroup skips, and those it visits."""
-        tile_m = self.spec.config.tile_m
+    def blocks(self, index: int, m_block: int) -> tuple[int, int, int]:
+        """Blocks of the tile that the warpgroup skips, those it visits, and those it skips after them."""
+        tile_m, lengths = self.spec.config.tile_m, Lengths(self.seqlen_q, self.seqlen_k)
         first_row = m_block * tile_m
-        loaded = self.cta.key_blocks(first_row, tile_m).num_blocks
-        own = self.cta.key_blocks(first_row + ROWS_PER_WARPGROUP * index, ROWS_PER_WARPGROUP).num_blocks
-        return loaded - own, own
+        loaded = self.cta.key_blocks(first_row, tile_m, lengths)  # type: ignore[arg-type]
+        own = self.cta.key_blocks(first_row + ROWS_PER_WARPGROUP * index, ROWS_PER_WARPGROUP, lengths)  # type: ignore[arg-type]
+        return loaded.end - own.end, own.num_blocks, own.first - loaded.first
+
+    def skip(self, count: int, k: RingState, v: RingState) -> Any:
+        """Blocks that only other warpgroups see."""
+        for _ in range(count):
+            yield self.full(self.cta.k_ring, k)
+            self.release(self.cta.k_ring, k, WARPS_PER_WARPGROUP)
+            yield self.full(self.cta.v_ring, v)
+            self.release(self.cta.v_ring, v, WARPS_PER_WARPGROUP)
+            k, v = k.next(), v.next()
+        return k, v
 
     def first_scores(self, index: int, m_block: int, q: RingState, k: RingState, v: RingState) -> Any:
         skipped = self.blocks(index, m_block)[0]
         if skipped > 0:
             yield from self.await_turn(index, q)
             self.pass_turn(index, q)
-        for _ in range(skipped):
-            yield self.full(self.cta.k_ring, k)
-            self.release(self.cta.k_ring, k, WARPS_PER_WARPGROUP)
-            yield self.full(self.cta.v_ring, v)
-            self.release(self.cta.v_ring, v, WARPS_PER_WARPGROUP)
-            k, v = k.next(), v.next()
+        k, v = yield from self.skip(skipped, k, v)
         yield self.full(self.cta.k_ring, k)
         if skipped == 0:
             yield from self.await_turn(index, q)
@@ -353,6 +372,12 @@ def test_named_barriers_are_distinct() -> None:
 
 
 VARIANTS = dict(variants())
+WINDOWS = {
+    f"{index}-{spec.name}": spec
+    for chunk in (False, True)
+    for index, spec in enumerate(forward_specs(Features(window=True, chunk=chunk)))
+    if spec.dtype == "bfloat16"
+}
 
 
 @pytest.mark.parametrize("failing", [0.0, 0.3, 1.0])
@@ -366,6 +391,25 @@ def test_each_tile_ends_with_a_trusted_run(
         extents = (random.randint(1, 5 * tile_m), random.randint(1, 4 * tile_n), random.randint(1, 3), 1)
         with monkeypatch.context() as patches:
             machine = Machine(spec, extents, random, failing)
+            machine.install(patches)
+            machine.run()
+            check(machine)
+
+
+@pytest.mark.parametrize("failing", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_leave_blocks_out_on_both_sides(
+    name: str, failing: float, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one warpgroup of a tile does not see at either end of its range it releases all the same."""
+    random, spec = Random(seed), WINDOWS[name]
+    for _ in range(8):
+        tile_m, tile_n = spec.config.tile_m, spec.config.tile_n
+        extents = (random.randint(1, 5 * tile_m), random.randint(1, 8 * tile_n), random.randint(1, 3), 1)
+        left, right = (random.choice([0, random.randint(0, 3 * tile_n), UNBOUNDED]) for _ in range(2))
+        window = (left, right, random.randint(1, 4 * tile_n))
+        with monkeypatch.context() as patches:
+            machine = Machine(spec, extents, random, failing, window)
             machine.install(patches)
             machine.run()
             check(machine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,27 @@ from row_by_row import F64, row_by_row
 
 from flashhopper import flash_attn_func, flash_attn_varlen_func, flash_attn_varlen_qkvpacked_func, launch, ops
 from flashhopper import launch_backward as backward_module
-from flashhopper.problem import AttentionOptions, AttentionProblem, RaggedFacts, RaggedTensors, TensorFacts
+from flashhopper.config import (
+    AnySpec,
+    BackwardSpec,
+    Features,
+    KernelSpec,
+    PostprocessSpec,
+    PreprocessSpec,
+    ScheduleSpec,
+)
+from flashhopper.device import hopper_multiprocessors
+from flashhopper.kernels import block_range
+from flashhopper.kernels import ragged as ragged_kernels
+from flashhopper.kernels.backward_grid import ROW_PADDING, padded_row
+from flashhopper.problem import (
+    AttentionOptions,
+    AttentionProblem,
+    RaggedFacts,
+    RaggedTensors,
+    SoftmaxTensors,
+    TensorFacts,
+)
 from flashhopper.reference_varlen import attention
 
 Tensors = tuple[torch.Tensor, ...]
@@ -293,12 +314,67 @@ def test_a_ragged_problem_reports_its_facts() -> None:
     assert len({problem, problem._replace(ragged=None), ragged_on_card()[0]}) == 2
 
 
-def test_ragged_batches_on_a_card_are_refused() -> None:
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[AnySpec]:
+    """A Hopper card that does nothing, and the kernels that plans ask for."""
+    specs: list[AnySpec] = []
+    card = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    for module in (launch, backward_module):
+        monkeypatch.setattr(module, "get_kernel", specs.append)
+    hopper_multiprocessors.cache_clear()
+    return specs
+
+
+def test_the_kernels_of_a_ragged_batch(asked: list[AnySpec]) -> None:
+    problem, ragged = ragged_on_card()
+    launch._plan.__wrapped__(problem, (), None, None)
+    schedule, forward = asked
+    used_q, used_k = ragged.seqused_q is not None, ragged.seqused_k is not None
+    assert schedule == ScheduleSpec(used_q, used_k)
+    assert isinstance(forward, KernelSpec)
+    assert forward.features == Features(ragged=True)
+    asked.clear()
+    out = problem.q._replace(shape=problem.out_shape, stride=(problem.num_heads * 32, 32, 1))
+    backward_module._plan.__wrapped__(problem, (out, out), (), None, False, None)
+    by_keys, by_queries, before, main, after = asked
+    assert (by_keys, by_queries) == (ScheduleSpec(used_k, used_q), ScheduleSpec(used_q, used_k))
+    assert before == PreprocessSpec("bfloat16", 64, 64, False, ragged=True)
+    assert isinstance(main, BackwardSpec)
+    assert main.features == Features(ragged=True)
+    assert after == PostprocessSpec("bfloat16", 64, ragged=True)
+
+
+def test_a_schedule_has_room_for_every_batch(asked: list[AnySpec]) -> None:
     problem, _ = ragged_on_card()
-    with pytest.raises(NotImplementedError, match="cu_seqlens are not there yet on CUDA tensors"):
-        launch._plan.__wrapped__(problem, (), None)
-    with pytest.raises(NotImplementedError, match="gradients of ragged batches are not there yet on CUDA tensors"):
-        backward_module._plan.__wrapped__(problem, (problem.q, problem.q), (), False, None)
+    assert problem.ragged is not None
+    # 2 sequences and what they leave unused: each may have a tile that is not full.
+    schedule = launch.Schedule(problem.ragged, by_keys=False, total_rows=1000, tile_rows=128, heads=3)
+    assert schedule.max_tiles == (1000 // 128 + 4) * 3
+    with pytest.raises(ValueError, match="1000 rows in 2 sequences are more than 2147418112 tiles"):
+        launch.Schedule(problem.ragged, by_keys=True, total_rows=1000, tile_rows=1, heads=2**22)
+
+
+@given(
+    sequences=st.lists(st.tuples(st.integers(0, 500), st.integers(0, 300)), min_size=1, max_size=30),
+    outside=st.integers(0, 300),
+)
+def test_workspaces_give_each_sequence_whole_blocks(sequences: list[tuple[int, int]], outside: int) -> None:
+    """``sequences``: used and unused rows."""
+    start, taken = 0, 0
+    for batch, (used, unused) in enumerate(sequences):
+        first = padded_row(start, batch)
+        assert first % backward_module.ROW_PADDING == 0
+        assert first >= taken
+        taken = first + -(-used // backward_module.ROW_PADDING) * backward_module.ROW_PADDING
+        start += used + unused
+    assert taken <= backward_module.ragged_rows(start + outside, len(sequences))
+
+
+def test_launchers_and_kernels_have_the_same_constants() -> None:
+    assert launch.UNBOUNDED == block_range.UNBOUNDED
+    assert launch.RECORD_WORDS == ragged_kernels.RECORD_WORDS
+    assert backward_module.ROW_PADDING == ROW_PADDING
 
 
 def test_the_lengths_reach_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,18 +384,20 @@ def test_the_lengths_reach_the_backward(monkeypatch: pytest.MonkeyPatch) -> None
     tensors = inputs(q, k)
     seen: list[RaggedTensors] = []
 
-    def backward(dout: torch.Tensor, *saved: Any, ragged: RaggedTensors) -> tuple[torch.Tensor, ...]:
+    def backward(
+        dout: torch.Tensor, *saved: Any, ragged: RaggedTensors, softmax_tensors: SoftmaxTensors
+    ) -> tuple[torch.Tensor | None, ...]:
         seen.append(ragged)
         leaves = [x.detach().requires_grad_() for x in saved[:3]]
         with torch.enable_grad():
             out, _ = attention(leaves[0], leaves[1], leaves[2], ragged, softmax_scale=0.25, causal=True)
-        return torch.autograd.grad(out, leaves, dout)
+        return *torch.autograd.grad(out, leaves, dout), None
 
     monkeypatch.setattr(backward_module, "backward", backward)
     grad_out = torch.randn(7, 4, 8, dtype=F64)
     results = []
     for result in (
-        ops._Attention.apply(*tensors, AttentionOptions(causal=True), ragged),
+        ops._Attention.apply(*tensors, None, None, AttentionOptions(causal=True), ragged),
         run(tensors, q, k, causal=True),
     ):
         results.append(torch.autograd.grad(result[0], tensors, grad_out))

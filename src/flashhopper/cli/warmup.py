@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from flashhopper.compiler import is_cached, warm_kernel
-from flashhopper.config import ELEMENT_BYTES, AnySpec, ScheduleSpec
+from flashhopper.config import ELEMENT_BYTES, AnySpec, ConfigError, Features, ScheduleSpec
 from flashhopper.disk_cache import DiskCache, cache_dir
 
 if TYPE_CHECKING:
@@ -31,6 +32,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--dtype", choices=tuple(ELEMENT_BYTES), nargs="+", help="only these types")
     parser.add_argument(
         "--head-dim", type=int, nargs="+", metavar="D", help="only the kernels that serve these head dimensions of q, k"
+    )
+    parser.add_argument(
+        "--features",
+        choices=[field.name for field in fields(Features)],
+        nargs="+",
+        default=[],
+        help="kernels of calls with exactly these, instead of none",
     )
     parser.set_defaults(run=run)
 
@@ -120,7 +128,12 @@ def warm_specs(specs: Sequence[AnySpec], jobs: int | None, worker: Worker = warm
 def run(args: argparse.Namespace) -> int:
     from flashhopper.heuristics import all_specs
 
-    specs = select_specs(all_specs(), args.dtype, args.head_dim)
+    try:
+        features = Features(**dict.fromkeys(args.features, True))
+    except ConfigError as error:
+        print(f"flashhopper warmup: {error}", file=sys.stderr)
+        return 1
+    specs = select_specs(all_specs(features), args.dtype, args.head_dim)
     if not specs:
         print("flashhopper warmup: no kernel of the tile table matches", file=sys.stderr)
         return 1

@@ -1,0 +1,177 @@
+"""Which kernels and which run-time values calls with windows, softcap, ALiBi, sinks and ragged batches get."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from flashhopper.config import BackwardSpec, Features, KernelSpec
+from flashhopper.heuristics import (
+    BACKWARD_TABLE,
+    TILE_TABLE,
+    all_specs,
+    backward_specs,
+    features_of,
+    forward_specs,
+    select_backward_spec,
+    select_spec,
+)
+from flashhopper.launch import LOG2_E, SMALLEST_SCALE, UNBOUNDED, Given, KernelScales, given, kernel_window
+from flashhopper.launch_backward import Saved, _gradients_without_pairs, _sink_gradient
+from flashhopper.problem import AttentionOptions, AttentionProblem, SoftmaxTensors, TensorFacts
+from flashhopper.reference import attention
+
+CARD = torch.device("cuda:0")
+ASKED: dict[str, tuple[dict[str, Any], Features]] = {
+    "plain": ({}, Features()),
+    "causal": ({"causal": True}, Features()),
+    "window": ({"window_size": (64, 0)}, Features(window=True)),
+    "causal window": ({"window_size": (64, -1), "causal": True}, Features(window=True)),
+    "chunks": ({"attention_chunk": 64}, Features(window=True, chunk=True)),
+    "softcap": ({"softcap": 20.0, "causal": True}, Features(softcap=True)),
+    "both": ({"softcap": 20.0, "window_size": (64, 64)}, Features(window=True, softcap=True)),
+}
+
+
+def problem(head_dim: int = 128, seqlen: int = 2048, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
+    one = TensorFacts.of(torch.empty(1, 1, 1, head_dim, dtype=dtype).expand(2, seqlen, 6, head_dim))
+    facts = one._replace(device=CARD)
+    return AttentionProblem(facts, facts, facts, AttentionOptions(**options)).validate()
+
+
+@pytest.mark.parametrize("options, features", ASKED.values(), ids=list(ASKED))
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_specs_have_the_features_that_are_asked_for(head_dim: int, options: dict[str, Any], features: Features) -> None:
+    asked = problem(head_dim, **options)
+    assert features_of(asked) == features
+    forward, backward = select_spec(asked), select_backward_spec(asked)
+    assert (forward.features, backward.features) == (features, features)
+    causal = options.get("causal", False) and not features.window
+    assert (forward.causal, backward.causal) == (causal, causal)
+    assert not (features.window and forward.config.prefetch_scores)
+
+
+@pytest.mark.parametrize("features", [features for _, features in ASKED.values()], ids=list(ASKED))
+def test_all_kernels_with_features_are_those_that_calls_choose(features: Features) -> None:
+    forward, backward = set(forward_specs(features)), set(backward_specs(features))
+    assert set(all_specs(features)) == forward | backward
+    found_forward, found_backward = set(), set()
+    asked = [options for options, found in ASKED.values() if found == features]
+    asked += [options | {"causal": False} for options in asked]
+    asked += [options | {"causal": True} for options in asked]
+    for options, deterministic in itertools.product(asked, (False, True)):
+        for head_dims in itertools.product((64, 96, 128, 192, 256), repeat=2):
+            for seqlen, dtype in itertools.product((512, 1024, 4096), (torch.bfloat16, torch.float16)):
+                one = problem(head_dims[0], seqlen, dtype, deterministic=deterministic, **options)
+                v = one.v._replace(shape=(*one.v.shape[:3], head_dims[1]))
+                found_forward.add(select_spec(one._replace(v=v)))
+                found_backward.add(select_backward_spec(one._replace(v=v)))
+    assert found_forward == forward
+    assert found_backward == {spec for spec in backward if isinstance(spec, BackwardSpec)}
+
+
+def test_a_sink_is_none_of_the_backward_s_business() -> None:
+    asked = problem()
+    features = features_of(asked, has_sink=True, has_alibi=True)
+    assert features == Features(sink=True, alibi=True)
+    assert select_spec(asked, None, features).features == features
+    assert select_backward_spec(asked, None, features).features == Features(alibi=True)
+
+
+def test_what_would_spill_gets_smaller_tiles() -> None:
+    plain, capped = (select_backward_spec(problem(d, softcap=cap)) for d, cap in ((128, 0.0), (128, 30.0)))
+    assert (plain.config.split, capped.config.split) == ("keys", "operands")
+    alibi = Features(alibi=True)
+    assert select_backward_spec(problem(64), None, alibi).config.tile_m == 64
+    assert select_backward_spec(problem(64)).config.tile_m == 128
+
+
+def test_windows_and_ragged_batches_take_the_rows_of_causal_masks() -> None:
+    for head_dim in (64, 128, 256):
+        causal, window = (
+            select_spec(problem(head_dim, **o)).config for o in ({"causal": True}, {"window_size": (9, 9)})
+        )
+        assert window.group_waves == causal.group_waves
+    assert {row.causal for row in TILE_TABLE} == {False, True}
+    assert any(row.causal for row in BACKWARD_TABLE)
+
+
+@pytest.mark.parametrize(
+    "window_size, chunk, expected",
+    [
+        ((-1, -1), 0, None),
+        ((64, 0), 0, (64, 0, 1)),
+        ((-1, 5), 0, (UNBOUNDED, 5, 1)),
+        ((5, -1), 7, (5, UNBOUNDED, 7)),
+        ((-1, -1), 2**40, (UNBOUNDED, UNBOUNDED, UNBOUNDED)),
+    ],
+)
+def test_sides_of_windows_fit_32_bits(window_size: tuple[int, int], chunk: int, expected: Any) -> None:
+    assert kernel_window(problem(window_size=window_size, attention_chunk=chunk)) == expected
+
+
+def test_scales() -> None:
+    assert KernelScales.of(problem(softmax_scale=0.5)) == (0.5 * LOG2_E, None)
+    assert KernelScales.of(problem(softmax_scale=0.0)) == (SMALLEST_SCALE, None)
+    assert KernelScales.of(problem(softmax_scale=0.5, softcap=20.0)) == (20.0 * LOG2_E, 0.5 / 20.0)
+
+
+@pytest.mark.parametrize("options", [{"softmax_scale": 0.5}, {"softmax_scale": 0.5, "softcap": 3.0}])
+def test_slopes_are_in_units_of_scores(options: dict[str, Any]) -> None:
+    """What is added to a score, times the factor in front of exp2, is the bias in base 2."""
+    scales = KernelScales.of(problem(**options))
+    slopes = torch.tensor([0.25, 1.0])
+    for given_slopes in (slopes, slopes.expand(3, 2)):
+        scaled = scales.slopes(given_slopes, 3)
+        assert scaled.shape == (3, 2)
+        assert scaled.stride(1) == 1
+        torch.testing.assert_close(scaled[1] * scales.scale_log2, -slopes * LOG2_E)
+
+
+def test_what_a_call_has_of_the_softmax_s_tensors() -> None:
+    asked = problem()
+    assert given(asked, SoftmaxTensors()) is None
+    q = torch.zeros(1, 2, 6, 8)
+    on_cpu = AttentionProblem.from_tensors(q, q, q, AttentionOptions())
+    assert given(on_cpu, SoftmaxTensors(learnable_sink=torch.zeros(6))) == Given(sink=True, alibi=False)
+    assert given(on_cpu, SoftmaxTensors(alibi_slopes=torch.zeros(6))) == Given(sink=False, alibi=True)
+    with pytest.raises(ValueError, match="learnable_sink has shape"):
+        given(on_cpu, SoftmaxTensors(learnable_sink=torch.zeros(5)))
+
+
+def test_without_keys_the_sink_s_gradient_is_that_of_the_lse() -> None:
+    q, k = torch.randn(2, 5, 3, 8), torch.randn(2, 0, 3, 8)
+    sink = torch.randn(3, requires_grad=True)
+    out, lse = attention(q, k, k, softmax_scale=1.0, causal=False, learnable_sink=sink)
+    grad_lse = torch.randn_like(lse)
+    (expected,) = torch.autograd.grad(lse, sink, grad_lse)
+    found = _gradients_without_pairs(Saved(q, k, k, out, lse.detach()), grad_lse, sink)
+    assert found.dsink is not None
+    torch.testing.assert_close(found.dsink, expected)
+    assert not any(x.any() for x in found[:3])
+    rows_of_no_sequence = lse.detach().clone()
+    rows_of_no_sequence[..., 2:] = -math.inf
+    found = _gradients_without_pairs(Saved(q, k, k, out, rows_of_no_sequence), grad_lse, sink)
+    torch.testing.assert_close(found.dsink, grad_lse[..., :2].sum(dim=(0, 2)))
+    assert _gradients_without_pairs(Saved(q, k, k, out, lse.detach()), None, None).dsink is None
+
+
+def test_the_sink_s_gradient_from_what_the_kernels_leave() -> None:
+    """LSE in base 2, +inf in padding, and delta = rowsum(dO ∘ O) - dLSE."""
+    q, k, v = (torch.randn(2, 7, 3, 8, dtype=torch.float64) for _ in range(3))
+    sink = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    out, lse = attention(q, k, v, softmax_scale=0.5, causal=True, learnable_sink=sink)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    (expected,) = torch.autograd.grad((out, lse), sink, (dout, dlse))
+    delta = (out * dout).sum(-1).transpose(1, 2) - dlse
+    padded = torch.nn.functional.pad(lse.detach() * LOG2_E, (0, 5), value=math.inf)
+    found = _sink_gradient(sink, padded, torch.nn.functional.pad(delta.detach(), (0, 5)))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_specs_are_of_both_kinds() -> None:
+    assert {type(spec) for spec in forward_specs()} == {KernelSpec}
