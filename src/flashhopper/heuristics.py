@@ -233,7 +233,7 @@ class Fp8Row(NamedTuple):
 _FP8_D64 = ForwardConfig(128, 128, num_stages=4, num_q_stages=2, prefetch_scores=True, warpgroup_order="free")
 _FP8_D128 = replace(_FP8_D64, num_stages=3)
 _FP8_D192 = ForwardConfig(128, 128, num_stages=2, warpgroup_order="ping_pong")
-_FP8_D256 = ForwardConfig(128, 64, num_stages=2, warpgroup_order="ping_pong")
+_FP8_D256 = ForwardConfig(128, 64, num_stages=2, warpgroup_order="ping_pong", wide_producer=True)
 
 # Searched in order. Two levels take registers for another O, or shared memory for one: by columns where the former
 # suffice, by flushing where they do not. Figures: H200, TFLOPS at 16k and 2k keys, bursts of 6 to 20 launches.
@@ -241,11 +241,11 @@ FP8_TABLE: tuple[Fp8Row, ...] = (
     Fp8Row(
         64,
         64,
-        ForwardConfig(192, 128, num_stages=4, two_level_columns=64),
+        ForwardConfig(192, 128, num_stages=4, flush_blocks=8),
         ForwardConfig(192, 128, num_stages=4, flush_blocks=8),
         ForwardConfig(192, 128, num_stages=4),
-        "742 and 636, flushed 706 and 606, 128 rows 631 and 548; causal flushed 687 and 496, 128 rows by columns 630 "
-        "and 474, 192 rows spill 7 registers",
+        "706 and 606, causal 687 and 496; by columns 742 and 636, but then 6 registers spill (if causal 7); 128 rows "
+        "by columns 631 and 548, causal 630 and 474",
     ),
     Fp8Row(
         96,
@@ -267,7 +267,7 @@ FP8_TABLE: tuple[Fp8Row, ...] = (
     Fp8Row(
         192,
         128,
-        ForwardConfig(128, 128, num_stages=3, two_level_columns=128),
+        ForwardConfig(128, 128, num_stages=3, two_level_columns=128, wide_producer=True),
         ForwardConfig(128, 128, num_stages=3, two_level_columns=128),
         ForwardConfig(128, 128, num_stages=3),
         "as head_dim 128, in what shared memory is left; not searched",

@@ -183,7 +183,7 @@ def test_the_accuracy_bar_on_outliers(seed: int) -> None:
     assert ours <= theirs / 2
 
 
-@pytest.mark.parametrize("head_dim, bound", [(64, 5e-3), (128, 5e-3), (192, 2e-2), (256, 2e-2)])
+@pytest.mark.parametrize("head_dim, bound", [(64, 2e-2), (128, 5e-3), (192, 2e-2), (256, 2e-2)])
 def test_values_that_are_not_centred_lose_little_at_any_length(head_dim: int, bound: float) -> None:
     """Raw e4m3 values with a mean of 1, 64k keys: one accumulator of 14 bits would lose half of it."""
     q, k, v = (torch.randn(1, s, 2, head_dim, device="cuda") for s in (256, 65536, 65536))

@@ -17,6 +17,7 @@ from flashhopper.config import (
     BackwardConfig,
     BackwardSpec,
     ConfigError,
+    Features,
     ForwardConfig,
     KernelSpec,
     PostprocessSpec,
@@ -207,7 +208,7 @@ def test_every_field_is_part_of_the_key() -> None:
     others = [replace(spec, head_dim=96), replace(spec, head_dim_v=96), replace(spec, causal=False)]
     others += [replace(spec, dtype="float16"), replace(spec, config=D128)]
     fp8 = replace(spec, dtype="float8_e4m3fn", out_dtype="bfloat16")
-    others += [fp8, replace(fp8, out_dtype="float16")]
+    others += [fp8, replace(fp8, out_dtype="float16"), replace(spec, features=Features(softcap=True))]
     assert len({spec, *others}) == 2 + len(fields(KernelSpec))
 
 
@@ -225,6 +226,7 @@ def test_spec_refuses_what_cannot_run() -> None:
 @pytest.mark.parametrize(
     "changes, message",
     [
+        ({"features": Features(softcap=True)}, "softcap: FP8 kernels have no features yet"),
         ({"out_dtype": None}, "out_dtype=None: a 16-bit type with dtype='float8_e4m3fn', else None"),
         ({"dtype": "bfloat16"}, "out_dtype='float16': a 16-bit type with dtype='float8_e4m3fn', else None"),
         ({"config": ForwardConfig(128, 112)}, "tile_n=112 must be a multiple of 32 from 32 to 256"),
