@@ -2,16 +2,22 @@
 
 from flashhopper._version import __version__
 from flashhopper.api import (
+    flash_attn_fp8_func,
     flash_attn_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
     flash_attn_varlen_qkvpacked_func,
+    quantize_fp8,
 )
+from flashhopper.fp8 import Fp8Tensor
 
 __all__ = [
+    "Fp8Tensor",
     "__version__",
+    "flash_attn_fp8_func",
     "flash_attn_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
     "flash_attn_varlen_qkvpacked_func",
+    "quantize_fp8",
 ]

@@ -6,14 +6,16 @@ from typing import Any
 
 import torch
 
-from flashhopper import ops
+from flashhopper import fp8, ops
+from flashhopper.config import ScaleKind
+from flashhopper.fp8 import Accumulate, Descales, Fp8QKV, Fp8Recipe, Fp8Tensor
 from flashhopper.problem import AttentionOptions, RaggedTensors, SoftmaxTensors, refuse_tensors, split_qkv
 
 
 def flash_attn_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Fp8Tensor,
+    k: torch.Tensor | Fp8Tensor,
+    v: torch.Tensor | Fp8Tensor,
     softmax_scale: float | None = None,
     causal: bool = False,
     *,
@@ -30,6 +32,7 @@ def flash_attn_func(
     pack_gqa: bool | None = None,
     deterministic: bool = False,
     sm_margin: int = 0,
+    fp8_accumulate: Accumulate = "two_level",
     return_attn_probs: bool = False,
     return_lse: bool = False,
 ) -> Any:
@@ -42,12 +45,15 @@ def flash_attn_func(
     Args:
         q: ``(batch, seqlen_q, heads, head_dim)``, bfloat16 or float16 (on the CPU also float32 and float64). Any
             strides with a contiguous last dimension. A base address or stride that is no multiple of 16 bytes, which
-            TMA cannot load, costs one copy of that tensor.
+            TMA cannot load, costs one copy of that tensor. Or FP8: q, k and v all from :func:`quantize_fp8`, or all
+            ``torch.float8_e4m3fn``; head dims are then multiples of 16, out is not differentiable.
         k: ``(batch, seqlen_k, heads_k, head_dim)``; ``heads`` must be a multiple of ``heads_k`` (GQA, MQA).
         v: ``(batch, seqlen_k, heads_k, head_dim_v)``. Both head dims are multiples of 8 from 8 to 256.
         softmax_scale: factor on q·k, from 0 to 2**20; None is ``head_dim ** -0.5``.
         causal: query i sees keys 0 … i + seqlen_k - seqlen_q (aligned to the bottom right).
-        qv, q_descale, k_descale, v_descale: only None is accepted today.
+        qv: only None is accepted today.
+        q_descale, k_descale, v_descale: what ``torch.float8_e4m3fn`` tensors are multiplied by, over 0: float32 with
+            one element, or ``(batch, heads_k)`` (q's too); None is 1.
         learnable_sink: ``(heads,)``, floating point: adds exp(sink) to the denominator of each row of its head, and to
             what LSE is the logarithm of; differentiable.
         alibi_slopes: ``(heads,)`` or ``(batch, heads)``, float32, constants: query i and key j score lower by
@@ -62,11 +68,15 @@ def flash_attn_func(
             Without it dq may differ in the last bits from run to run; dk, dv and the forward never do.
         sm_margin: multiprocessors to leave to other work, at least 0. The backward's short kernels before and after its
             main one use all.
+        fp8_accumulate: with FP8, ``"two_level"`` adds the products of each key block, or of each 1024 keys, to out in
+            fp32. ``"fast"`` leaves out in the tensor cores' accumulator of 14 bits: for a few thousand keys, or values
+            that are centred.
         return_attn_probs: FA3's name for ``return_lse``.
         return_lse: return ``(out, lse)``.
 
     Returns:
-        out ``(batch, seqlen_q, heads, head_dim_v)`` in q's dtype; on request also lse ``(batch, heads, seqlen_q)``,
+        out ``(batch, seqlen_q, heads, head_dim_v)`` in q's dtype (FP8: in the dtype that was quantised, bfloat16 for
+        ``torch.float8_e4m3fn`` tensors); on request also lse ``(batch, heads, seqlen_q)``,
         float32 (float64 for float64 inputs), the natural logarithm of the softmax's denominator. A query row that sees
         no key gives out 0 and LSE -inf (with a sink: the sink).
 
@@ -77,12 +87,94 @@ def flash_attn_func(
         RuntimeError: a GPU that is not Hopper; a second derivative on CUDA tensors or inside ``torch.compile``.
         ImportError: a kernel is needed and the CuTe DSL is not installed.
     """
-    refuse_tensors(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse_tensors(qv=qv)
     options = AttentionOptions(
         softmax_scale, causal, window_size, attention_chunk, softcap, num_splits, pack_gqa, deterministic, sm_margin
     )
-    out, lse = ops.attention(q, k, v, options, SoftmaxTensors(learnable_sink, alibi_slopes))
+    softmax_tensors, descales = SoftmaxTensors(learnable_sink, alibi_slopes), Descales(q_descale, k_descale, v_descale)
+    if fp8.is_fp8(q, k, v):
+        out, lse = fp8.attention(q, k, v, options, descales, fp8_accumulate, softmax_tensors)
+    else:
+        fp8.refuse(descales, fp8_accumulate)
+        tensors: tuple[Any, Any, Any] = q, k, v
+        out, lse = ops.attention(tensors[0], tensors[1], tensors[2], options, softmax_tensors)
     return (out, lse) if return_lse or return_attn_probs else out
+
+
+def quantize_fp8(
+    q: torch.Tensor | None = None,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    *,
+    scales: ScaleKind = "power_of_two",
+    hadamard: bool = True,
+    center_v: bool = True,
+    seed: int = 0,
+) -> Fp8QKV:
+    """Quantise q, k and v to e4m3 for :func:`flash_attn_func`: ``flash_attn_func(*quantize_fp8(q, k, v))``.
+
+    q and k get a scale for each block of rows of a head (64 of q, 128 of k), after random signs and a Hadamard
+    transform over head_dim, which spreads outliers over all channels and leaves q·k what it was (FlashAttention-3, Shah
+    et al. 2024, sec. 3.3). v gets a scale and a mean for each channel of a head. What is not finite becomes NaN and
+    takes no part in scales and means; what is 0 throughout has scale 1. CPU and GPU give the same bits.
+
+    Args:
+        q, k, v: ``(batch, seqlen, heads, head_dim)``, bfloat16 or float16, head dims multiples of 16 from 16 to 256;
+            each may be None.
+        scales: ``"power_of_two"``: the smallest power of two s with amax / s ≤ 448; ``"amax"``: amax / 448.
+        hadamard: transform q and k. Both must have been transformed with the same seed, or neither.
+        center_v: subtract from v the mean of each channel over all keys, which attention adds to its result.
+        seed: of the signs.
+
+    Returns:
+        A named tuple (q, k, v) of :class:`Fp8Tensor`, None where the argument was None.
+
+    Raises:
+        TypeError: a wrong type or dtype.
+        ValueError: shapes, strides, devices or names that do not fit.
+        RuntimeError: a GPU that is not Hopper.
+        ImportError: a kernel is needed and the CuTe DSL is not installed.
+    """
+    return fp8.quantize(q, k, v, Fp8Recipe(scales, hadamard, center_v, seed))
+
+
+def flash_attn_fp8_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    scales: ScaleKind = "power_of_two",
+    hadamard: bool = True,
+    center_v: bool = True,
+    seed: int = 0,
+    fp8_accumulate: Accumulate = "two_level",
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_lse: bool = False,
+) -> Any:
+    """Attention of 16-bit tensors in FP8: :func:`quantize_fp8`, then :func:`flash_attn_func` on what it gives.
+
+    Differentiable once: the backward is that of 16-bit attention at the tensors given, with out and LSE of the FP8
+    forward. Saved for it are q, k, v, out and LSE.
+
+    Args:
+        q, k, v: as in :func:`flash_attn_func`, bfloat16 or float16, head dims multiples of 16.
+        softmax_scale, causal, deterministic, sm_margin, fp8_accumulate, return_lse: as in :func:`flash_attn_func`.
+        scales, hadamard, center_v, seed: as in :func:`quantize_fp8`.
+
+    Returns:
+        out ``(batch, seqlen_q, heads, head_dim_v)`` in q's dtype; on request also lse ``(batch, heads, seqlen_q)``,
+        float32.
+
+    Raises:
+        As :func:`flash_attn_func` and :func:`quantize_fp8`.
+    """
+    options = AttentionOptions(softmax_scale, causal, deterministic=deterministic, sm_margin=sm_margin)
+    recipe = Fp8Recipe(scales, hadamard, center_v, seed)
+    out, lse = fp8.attention_from_16_bit(q, k, v, options, recipe, fp8_accumulate)
+    return (out, lse) if return_lse else out
 
 
 def flash_attn_qkvpacked_func(

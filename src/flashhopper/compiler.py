@@ -13,7 +13,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flashhopper.config import AnySpec, BackwardSpec, PostprocessSpec, PreprocessSpec, ScheduleSpec
+from flashhopper.config import (
+    FP8,
+    AnySpec,
+    BackwardSpec,
+    PostprocessSpec,
+    PreprocessSpec,
+    QuantizeRowsSpec,
+    QuantizeSpec,
+    ScheduleSpec,
+    ValueScalesSpec,
+    ValueStatisticsSpec,
+)
 from flashhopper.disk_cache import DiskCache, cache_dir
 from flashhopper.kernel_binary import Kernel, export_object, link_shared, load_kernel
 from flashhopper.toolchain import COMPILE_OPTIONS, Toolchain, current_toolchain
@@ -61,9 +72,29 @@ def compile_spec(spec: AnySpec, options: str = COMPILE_OPTIONS) -> Any:
         from flashhopper.kernels.backward_post import compile_postprocess
 
         return compile_postprocess(spec, options=options)
+    if isinstance(spec, QuantizeSpec):
+        return _compile_quantize(spec, options)
+    if spec.dtype == FP8:
+        from flashhopper.kernels.fp8_forward import compile_fp8_forward
+
+        return compile_fp8_forward(spec, options=options)
     from flashhopper.kernels.forward import compile_forward
 
     return compile_forward(spec, options=options)
+
+
+def _compile_quantize(spec: QuantizeSpec, options: str) -> Any:
+    if isinstance(spec, QuantizeRowsSpec):
+        from flashhopper.kernels.quantize import compile_quantize_rows
+
+        return compile_quantize_rows(spec, options=options)
+    from flashhopper.kernels import quantize_values
+
+    if isinstance(spec, ValueStatisticsSpec):
+        return quantize_values.compile_value_statistics(spec, options=options)
+    if isinstance(spec, ValueScalesSpec):
+        return quantize_values.compile_value_scales(spec, options=options)
+    return quantize_values.compile_quantize_values(spec, options=options)
 
 
 def _announce(message: str) -> None:

@@ -13,16 +13,23 @@ WARPGROUP_THREADS = 128
 ROWS_PER_WARPGROUP = 64  # M of one WGMMA instruction (PTX ISA 9.7.15, wgmma.mma_async)
 REGISTER_FILE = 65536  # 32-bit registers of one Hopper SM
 MAX_REGISTERS_PER_THREAD = 255
+KEYS_PER_SCALE = 128  # FP8: rows of K that share a scale
+QUERIES_PER_SCALE = ROWS_PER_WARPGROUP  # FP8: rows of Q that share a scale
 SMEM_BYTES_PER_CTA = 232448  # 227 KiB, the opt-in limit of compute capability 9.0
 
 
-Dtype = Literal["bfloat16", "float16"]
+Dtype = Literal["bfloat16", "float16", "float8_e4m3fn"]
 Scheduler = Literal["single", "static", "dynamic"]
 Softmax = Literal["exact", "lazy"]
 WarpgroupOrder = Literal["free", "stagger", "ping_pong"]
 BackwardSplit = Literal["keys", "operands"]
+ScaleKind = Literal["power_of_two", "amax"]
 
-ELEMENT_BYTES: dict[Dtype, int] = {"bfloat16": 2, "float16": 2}
+ELEMENT_BYTES: dict[Dtype, int] = {"bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+FP8: Dtype = "float8_e4m3fn"
+FLUSHED_BYTES = 4  # of an element of O in shared memory
+OUTPUT_BYTES = 2  # of an element of O, which is 16-bit whatever the inputs are
+WGMMA_K_BYTES = 32  # of one WGMMA's summed extent: 16 elements of 16 bits, 32 of 8
 
 
 class ConfigError(ValueError):
@@ -40,6 +47,7 @@ class RegisterBudget(NamedTuple):
 # Producer and consumer registers by the number of consumer warpgroups; setmaxnreg may not hand out more than the launch
 # allocated at entry. With 2 the producer keeps 40: at 24 the tile scheduler's addresses spilled.
 _ROLE_REGISTERS = {1: (56, 248), 2: (40, 232), 3: (32, 160)}
+_WIDE_PRODUCER_REGISTERS = (56, 224)  # with 2
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,16 @@ class ForwardConfig:
     """``setmaxnreg``: registers move from the producer to the consumers."""
     tma_store: bool = True
     """O leaves through shared memory and TMA. Off: predicated stores from registers."""
+    two_level_columns: int = 0
+    """FP8 only. If not 0, P·V goes into a fresh accumulator of so many columns, at most head_dim_v, which one fp32
+    addition per key block adds to O: an FP8 WGMMA keeps 14 bits of its accumulator. 0: O stays in the tensor core."""
+    flush_blocks: int = 0
+    """FP8 only. If not 0, O in the tensor core is added after so many key blocks to an fp32 O in shared memory, and
+    starts from zero: the other way to two levels, without registers for a second O. 0: never."""
+
+    wide_producer: bool = False
+    """With 2 consumer warpgroups: 56 registers for the producer and 224 for a consumer. At 40, 1 to 4 registers of FP8
+    kernels for head dims over 128 spilled with CUDA 12's compiler."""
 
     @property
     def num_consumer_warpgroups(self) -> int:
@@ -92,30 +110,44 @@ class ForwardConfig:
         entry = min(MAX_REGISTERS_PER_THREAD, REGISTER_FILE // self.num_threads) // 8 * 8
         if not self.reallocate_registers:
             return RegisterBudget(entry, entry, entry)
-        return RegisterBudget(entry, *_ROLE_REGISTERS[self.num_consumer_warpgroups])
+        groups = self.num_consumer_warpgroups
+        wide = self.wide_producer and groups == 2
+        return RegisterBudget(entry, *(_WIDE_PRODUCER_REGISTERS if wide else _ROLE_REGISTERS[groups]))
 
-    def accumulator_registers(self, head_dim: int, head_dim_v: int) -> int:
-        """Registers per consumer thread that S, P, O and, if it is kept there, Q take."""
+    @property
+    def two_level(self) -> bool:
+        return self.two_level_columns > 0 or self.flush_blocks > 0
+
+    def accumulator_registers(self, head_dim: int, head_dim_v: int, element_bytes: int = 2) -> int:
+        """Registers per consumer thread that S, P, O, P·V beside O and, if it is kept there, Q take."""
         per_thread = ROWS_PER_WARPGROUP / WARPGROUP_THREADS
-        words = self.tile_n * 1.5 + head_dim_v + (head_dim / 2 if self.q_in_registers else 0)
+        words = self.tile_n * (1 + element_bytes / 4) + head_dim_v + self.two_level_columns
+        words += head_dim / 2 if self.q_in_registers else 0
         return int(words * per_thread)
 
     def smem_bytes(self, head_dim: int, head_dim_v: int, element_bytes: int = 2) -> int:
         """Bytes of shared memory of one CTA, computed as ``kernels/smem.py`` lays it out."""
         q = self.num_q_stages * self.tile_m * head_dim * element_bytes
-        o = self.tile_m * head_dim_v * element_bytes if self.tma_store else 0
+        o = self.tile_m * head_dim_v * OUTPUT_BYTES if self.tma_store else 0
+        if self.flush_blocks > 0:  # the staging tile of a warpgroup lies in its part of the fp32 O
+            o *= FLUSHED_BYTES // OUTPUT_BYTES
         ring = self.num_stages * self.tile_n * (head_dim + head_dim_v) * element_bytes
         barriers = 1024  # mbarriers and scheduler mailbox, rounded up to the tiles' alignment
         return barriers + (max(q, o) if self.share_qo_smem else q + o) + ring
 
-    def check_feasible(self, head_dim: int, head_dim_v: int) -> None:
+    def check_feasible(self, head_dim: int, head_dim_v: int, element_bytes: int = 2) -> None:
         """Raise :class:`ConfigError` unless the kernel fits the card (a wrong register sum hangs it silently)."""
         groups = self.num_consumer_warpgroups
         problems = []
         if self.tile_m % ROWS_PER_WARPGROUP or groups not in _ROLE_REGISTERS:
             problems.append(f"tile_m={self.tile_m} must be 64, 128 or 192")
-        if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
-            problems.append(f"tile_n={self.tile_n} must be a multiple of 16 from 16 to 256")
+        unit = WGMMA_K_BYTES // element_bytes
+        if self.tile_n % unit or not unit <= self.tile_n <= 256:
+            problems.append(f"tile_n={self.tile_n} must be a multiple of {unit} from {unit} to 256")
+        if element_bytes == 1:
+            problems += self._fp8_problems(head_dim_v)
+        elif self.two_level:
+            problems.append("two_level_columns and flush_blocks are for FP8: a 16-bit WGMMA accumulates in fp32")
         if self.num_q_stages > 2:
             problems.append(f"num_q_stages={self.num_q_stages} must be 1 or 2: the turn barriers know two items")
         for name in ("num_stages", "num_q_stages", "group_waves"):
@@ -123,14 +155,14 @@ class ForwardConfig:
                 problems.append(f"{name}={getattr(self, name)} must be at least 1")
         if problems:
             raise ConfigError(f"{self}: {'; '.join(problems)}")
-        smem = self.smem_bytes(head_dim, head_dim_v)
+        smem = self.smem_bytes(head_dim, head_dim_v, element_bytes)
         if smem > SMEM_BYTES_PER_CTA:
             problems.append(f"needs {smem} bytes of shared memory, the card has {SMEM_BYTES_PER_CTA}")
         budget = self.registers()
         handed_out = WARPGROUP_THREADS * (budget.producer + groups * budget.consumer)
         if handed_out > budget.entry * self.num_threads:
             problems.append(f"setmaxnreg hands out {handed_out} of {budget.entry * self.num_threads} registers")
-        held = self.accumulator_registers(head_dim, head_dim_v)
+        held = self.accumulator_registers(head_dim, head_dim_v, element_bytes)
         if held > budget.consumer - 16:
             problems.append(f"S, P, O and Q take {held} of {budget.consumer} registers, at least 16 must be left")
         if self.q_in_registers and self.share_qo_smem:
@@ -145,6 +177,23 @@ class ForwardConfig:
             problems.append("softmax='lazy' runs in the unmasked loop, split_masked_loop=False leaves none")
         if problems:
             raise ConfigError(f"{self}: {'; '.join(problems)}")
+
+    def _fp8_problems(self, head_dim_v: int) -> list[str]:
+        problems = []
+        if KEYS_PER_SCALE % self.tile_n:
+            problems.append(f"tile_n={self.tile_n} must divide the {KEYS_PER_SCALE} keys of a scale")
+        columns = self.two_level_columns
+        if columns and (columns % 8 or head_dim_v % columns):
+            problems.append(f"two_level_columns={columns} must be a multiple of 8 that divides head_dim_v={head_dim_v}")
+        if self.flush_blocks & self.flush_blocks - 1:
+            problems.append(f"flush_blocks={self.flush_blocks} must be a power of two or 0")
+        if self.flush_blocks < 0 or (self.flush_blocks and (columns or self.share_qo_smem or not self.tma_store)):
+            problems.append(
+                f"flush_blocks={self.flush_blocks} goes with tma_store, not with two_level_columns or sharing"
+            )
+        if self.q_in_registers or not self.overlap_gemm_softmax:
+            problems.append("FP8 kernels read Q from shared memory and overlap: no q_in_registers, no separate GEMMs")
+        return problems
 
 
 def _mask_name(spec: KernelSpec | BackwardSpec) -> str:
@@ -206,6 +255,8 @@ class KernelSpec:
     causal: bool
     config: ForwardConfig
     features: Features = PLAIN
+    out_dtype: Dtype | None = None
+    """Of O where it is not that of the inputs, which is so with FP8."""
 
     def __post_init__(self) -> None:
         _check_padded_dims(self.dtype, self.head_dim, self.head_dim_v)
@@ -216,13 +267,20 @@ class KernelSpec:
             raise ConfigError("scheduler='single' takes the number of tiles on the host, unknown for ragged batches")
         if self.dtype == "float16" and self.config.softmax == "lazy":
             raise ConfigError("softmax='lazy' lets P grow to 2**30, float16 ends at 65504: use softmax='exact'")
-        self.config.check_feasible(self.head_dim, self.head_dim_v)
+        if (self.dtype == FP8) != (self.out_dtype is not None) or self.out_dtype == FP8:
+            raise ConfigError(f"out_dtype={self.out_dtype!r}: a 16-bit type with dtype={FP8!r}, else None")
+        if self.dtype == FP8 and self.features != PLAIN:
+            raise ConfigError(f"{', '.join(self.features.names)}: FP8 kernels have no features yet")
+        self.config.check_feasible(self.head_dim, self.head_dim_v, ELEMENT_BYTES[self.dtype])
 
     @property
     def name(self) -> str:
         """A readable name, one line in logs: ``fwd_bfloat16_d128x128_causal_128x128``."""
         kind = _mask_name(self)
         tile = f"{self.config.tile_m}x{self.config.tile_n}"
+        if self.out_dtype is not None:
+            levels = "two_level" if self.config.two_level else "fast"
+            tile = f"{tile}_{levels}_{self.out_dtype}"
         return f"fwd_{self.dtype}_d{self.head_dim}x{self.head_dim_v}_{kind}_{tile}"
 
 
@@ -350,6 +408,8 @@ class BackwardSpec:
         _check_features(self)
         if self.features.sink:
             raise ConfigError("the backward has no sink of its own: the LSE contains it")
+        if self.dtype == FP8:
+            raise ConfigError(f"dtype={FP8!r}: the backward is computed in 16 bits")
         self.config.check_feasible(self.head_dim, self.head_dim_v)
 
     @property
@@ -404,4 +464,59 @@ class ScheduleSpec:
         return f"schedule{'_used_rows' if self.has_used_rows else ''}{'_used_others' if self.has_used_others else ''}"
 
 
-AnySpec = KernelSpec | BackwardSpec | PreprocessSpec | PostprocessSpec | ScheduleSpec
+@dataclass(frozen=True)
+class QuantizeRowsSpec:
+    """The kernel that quantises Q or K to e4m3; ``head_dim`` is the tensor's own, ``rows`` share a scale."""
+
+    dtype: Dtype
+    head_dim: int
+    rows: int
+    scales: ScaleKind
+    hadamard: bool
+
+    @property
+    def name(self) -> str:
+        transform = "_hadamard" if self.hadamard else ""
+        return f"quantize_rows_{self.dtype}_d{self.head_dim}_{self.rows}_{self.scales}{transform}"
+
+
+@dataclass(frozen=True)
+class ValueStatisticsSpec:
+    """The kernel that takes sums, minima and maxima of V's channels."""
+
+    dtype: Dtype
+    head_dim: int
+
+    @property
+    def name(self) -> str:
+        return f"value_statistics_{self.dtype}_d{self.head_dim}"
+
+
+@dataclass(frozen=True)
+class ValueScalesSpec:
+    """The kernel that turns statistics into scales and means of V's channels."""
+
+    dtype: Dtype
+    head_dim: int
+    scales: ScaleKind
+    center: bool
+
+    @property
+    def name(self) -> str:
+        return f"value_scales_{self.dtype}_d{self.head_dim}_{self.scales}{'_centred' if self.center else ''}"
+
+
+@dataclass(frozen=True)
+class QuantizeValuesSpec:
+    """The kernel that converts V to e4m3 and transposes it; with dtype e4m3 it transposes alone."""
+
+    dtype: Dtype
+    head_dim: int
+
+    @property
+    def name(self) -> str:
+        return f"quantize_values_{self.dtype}_d{self.head_dim}"
+
+
+QuantizeSpec = QuantizeRowsSpec | ValueStatisticsSpec | ValueScalesSpec | QuantizeValuesSpec
+AnySpec = KernelSpec | BackwardSpec | PreprocessSpec | PostprocessSpec | ScheduleSpec | QuantizeSpec

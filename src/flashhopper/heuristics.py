@@ -7,7 +7,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from flashhopper.config import (
+    FP8,
+    KEYS_PER_SCALE,
     PLAIN,
+    QUERIES_PER_SCALE,
     AnySpec,
     BackwardConfig,
     BackwardSpec,
@@ -17,7 +20,12 @@ from flashhopper.config import (
     KernelSpec,
     PostprocessSpec,
     PreprocessSpec,
+    QuantizeRowsSpec,
+    QuantizeSpec,
+    QuantizeValuesSpec,
     ScheduleSpec,
+    ValueScalesSpec,
+    ValueStatisticsSpec,
 )
 from flashhopper.problem import DTYPES, AttentionProblem
 
@@ -206,6 +214,121 @@ def features_of(problem: AttentionProblem, has_sink: bool = False, has_alibi: bo
     )
 
 
+class Fp8Row(NamedTuple):
+    """Serves e4m3 inputs of head dims up to ``head_dim`` and ``head_dim_v``: with two levels of accumulation, without a
+    mask and with a causal one, and with ``fp8_accumulate="fast"``."""
+
+    head_dim: int
+    head_dim_v: int
+    two_level: ForwardConfig
+    two_level_causal: ForwardConfig
+    fast: ForwardConfig
+    reason: str
+
+    def spec(self, out_dtype: Dtype, causal: bool, fast: bool, config: ForwardConfig | None = None) -> KernelSpec:
+        """The kernel for an output type and a mask; ``config`` overrides the row's."""
+        if config is None:
+            config = self.fast if fast else self.two_level_causal if causal else self.two_level
+            config = replace(config, group_waves=_CAUSAL_WAVES) if causal else config
+        return KernelSpec(FP8, self.head_dim, self.head_dim_v, causal, config, out_dtype=out_dtype)
+
+
+_FP8_D64 = ForwardConfig(128, 128, num_stages=4, num_q_stages=2, prefetch_scores=True, warpgroup_order="free")
+_FP8_D128 = replace(_FP8_D64, num_stages=3)
+_FP8_D192 = ForwardConfig(128, 128, num_stages=2, warpgroup_order="ping_pong")
+_FP8_D256 = ForwardConfig(128, 64, num_stages=2, warpgroup_order="ping_pong", wide_producer=True)
+
+# Searched in order. Two levels take registers for another O, or shared memory for one: by columns where the former
+# suffice, by flushing where they do not. Figures: H200, TFLOPS at 16k and 2k keys, bursts of 6 to 20 launches.
+FP8_TABLE: tuple[Fp8Row, ...] = (
+    Fp8Row(
+        64,
+        64,
+        ForwardConfig(192, 128, num_stages=4, flush_blocks=8),
+        ForwardConfig(192, 128, num_stages=4, flush_blocks=8),
+        ForwardConfig(192, 128, num_stages=4),
+        "706 and 606, causal 687 and 496; by columns 742 and 636, but then 6 registers spill (if causal 7); 128 rows "
+        "by columns 631 and 548, causal 630 and 474",
+    ),
+    Fp8Row(
+        96,
+        96,
+        replace(_FP8_D64, two_level_columns=96),
+        replace(_FP8_D64, two_level_columns=96),
+        _FP8_D64,
+        "as head_dim 128; not searched",
+    ),
+    Fp8Row(
+        128,
+        128,
+        replace(_FP8_D128, two_level_columns=128),
+        replace(_FP8_D128, two_level_columns=128),
+        _FP8_D128,
+        "911 and 873, causal 904 and 716; staggered 863 and 832, 895 and 682; turns in every block 872 and 850; exact "
+        "softmax 748 and 765; in another run 947 and 831, flushed 835 and 780",
+    ),
+    Fp8Row(
+        192,
+        128,
+        ForwardConfig(128, 128, num_stages=3, two_level_columns=128, wide_producer=True),
+        ForwardConfig(128, 128, num_stages=3, two_level_columns=128),
+        ForwardConfig(128, 128, num_stages=3),
+        "as head_dim 128, in what shared memory is left; not searched",
+    ),
+    Fp8Row(
+        192,
+        192,
+        replace(_FP8_D192, flush_blocks=8),
+        replace(_FP8_D192, flush_blocks=8),
+        _FP8_D192,
+        "1130 and 1011, free 1073 and 1018, in chunks of 64 columns 929 and 843",
+    ),
+    Fp8Row(
+        256,
+        256,
+        replace(_FP8_D256, flush_blocks=16),
+        replace(_FP8_D256, flush_blocks=16),
+        replace(_FP8_D256, num_stages=3),
+        "1097 and 1029, every 32 blocks 1137 and 1074; in chunks of 64 columns 873 and 740; fast 1359 and 1097, "
+        "staggered 1160 and 992; 128 keys spill even with one level",
+    ),
+)
+
+
+def select_fp8_spec(problem: AttentionProblem, fast: bool, config: ForwardConfig | None = None) -> KernelSpec:
+    """The FP8 kernel for a validated problem, whose dtype is that of the output; ``config`` overrides the table's."""
+    for row in FP8_TABLE:
+        if problem.head_dim <= row.head_dim and problem.head_dim_v <= row.head_dim_v:
+            return row.spec(DTYPES[problem.dtype], problem.options.causal, fast, config)
+    raise AssertionError(f"no row of FP8_TABLE covers {problem}")
+
+
+def fp8_specs() -> list[KernelSpec]:
+    """Every kernel that :func:`select_fp8_spec` can choose."""
+    flags = (False, True)
+    return [
+        row.spec(dtype, causal, fast)
+        for row in FP8_TABLE
+        for dtype in DTYPES.values()
+        for causal in flags
+        for fast in flags
+    ]
+
+
+def quantize_specs() -> list[QuantizeSpec]:
+    """The kernels that quantise with the default options, for the head dims of the table."""
+    specs: list[QuantizeSpec] = []
+    for head_dim in sorted({row.head_dim for row in FP8_TABLE}):
+        specs.append(QuantizeValuesSpec(FP8, head_dim))
+        for dtype in DTYPES.values():
+            specs.append(QuantizeRowsSpec(dtype, head_dim, QUERIES_PER_SCALE, "power_of_two", True))
+            specs.append(QuantizeRowsSpec(dtype, head_dim, KEYS_PER_SCALE, "power_of_two", True))
+            specs.append(ValueStatisticsSpec(dtype, head_dim))
+            specs.append(ValueScalesSpec(dtype, head_dim, "power_of_two", True))
+            specs.append(QuantizeValuesSpec(dtype, head_dim))
+    return specs
+
+
 def select_row(problem: AttentionProblem) -> TileRow:
     """The row of the table that serves a validated problem."""
     for row in TILE_TABLE:
@@ -274,7 +397,8 @@ def all_specs(features: Features = PLAIN) -> list[AnySpec]:
     """Every kernel that a call with exactly these features can choose."""
     flags = (False, True)
     schedules = [ScheduleSpec(*used) for used in itertools.product(flags, flags)] if features.ragged else []
-    return [*forward_specs(features), *backward_specs(features), *schedules]
+    fp8 = [*fp8_specs(), *quantize_specs()] if features == PLAIN else []
+    return [*forward_specs(features), *backward_specs(features), *schedules, *fp8]
 
 
 def _masks(features: Features) -> list[tuple[bool, bool]]:

@@ -270,7 +270,7 @@ class _KernelPlan:
             q, k, v = map(aligned, (q, k, v))
         out = torch.empty(self.out_shape, dtype=self.dtype, device=self.device)
         lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
-        workspace = _workspace(self.device_index)
+        workspace = scheduler_workspace(self.device_index)
         if self.features == PLAIN:
             self.kernel(q, k, v, out, lse, workspace, self.scales.scale_log2, self.max_ctas, None)
             return out, lse
@@ -294,7 +294,7 @@ class _KernelPlan:
 _WORKSPACES: dict[tuple[int, int], torch.Tensor] = {}
 
 
-def _workspace(device_index: int) -> torch.Tensor:
+def scheduler_workspace(device_index: int) -> torch.Tensor:
     """The scheduler's int32 (4,), zeroed once; the last CTA of each launch resets it.
 
     One per stream, whose launches follow each other. A captured launch gets its own, zeroed by the graph: graphs

@@ -41,12 +41,8 @@ class _Attention(torch.autograd.Function):
         # Once: checkpointing and offloading unpack what they saved a single time.
         q, k, v, out, lse, learnable_sink, alibi_slopes, *lengths = ctx.saved_tensors
         ragged = RaggedTensors(*ctx.max_seqlens, *lengths) if lengths else None
-        if grad_out is None:
-            grad_out = torch.zeros_like(out)
         saved = Saved(q, k, v, out, lse)
-        gradients = _AttentionBackward.apply(
-            grad_out, *saved, learnable_sink, alibi_slopes, grad_lse, ctx.options, ragged
-        )
+        gradients = kernel_gradients(saved, learnable_sink, alibi_slopes, ctx.options, (grad_out, grad_lse), ragged)
         needed = zip(gradients, ctx.needs_input_grad, strict=False)
         return *(gradient if is_needed else None for gradient, is_needed in needed), None, None, None
 
@@ -84,6 +80,24 @@ class _AttentionBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[None, ...]:
         raise RuntimeError(torch_library.SECOND_DERIVATIVE)
+
+
+def kernel_gradients(
+    saved: Saved,
+    learnable_sink: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    options: AttentionOptions,
+    grads: tuple[torch.Tensor | None, torch.Tensor | None],
+    ragged: RaggedTensors | None = None,
+) -> tuple[torch.Tensor | None, ...]:
+    """Those of q, k, v and the sink by the kernels; one of ``grads``, of out and of LSE, may be None."""
+    grad_out, grad_lse = grads
+    if grad_out is None:
+        grad_out = torch.zeros_like(saved.out)
+    gradients: tuple[torch.Tensor | None, ...] = _AttentionBackward.apply(
+        grad_out, *saved, learnable_sink, alibi_slopes, grad_lse, options, ragged
+    )
+    return gradients
 
 
 def attention(

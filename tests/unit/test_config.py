@@ -47,9 +47,10 @@ def test_smem_bytes(config: ForwardConfig, head_dim: int, head_dim_v: int, expec
     assert config.smem_bytes(head_dim, head_dim_v) == expected
 
 
-def test_smem_bytes_of_one_byte_elements_is_half_beside_the_barriers() -> None:
+def test_smem_bytes_of_one_byte_elements_is_half_beside_the_barriers_and_the_16_bit_output() -> None:
     two, one = D128.smem_bytes(128, 128), D128.smem_bytes(128, 128, element_bytes=1)
-    assert two - 1024 == 2 * (one - 1024)
+    other = 1024 + 128 * 128 * 2
+    assert two - other == 2 * (one - other)
 
 
 @pytest.mark.parametrize(
@@ -205,8 +206,10 @@ def test_every_field_is_part_of_the_key() -> None:
     exact = replace(D128, softmax="exact")
     spec = KernelSpec(**(SPEC | {"head_dim": 64, "head_dim_v": 64, "config": exact}))
     others = [replace(spec, head_dim=96), replace(spec, head_dim_v=96), replace(spec, causal=False)]
-    others += [replace(spec, dtype="float16"), replace(spec, config=D128), replace(spec, features=Features(sink=True))]
-    assert len({spec, *others}) == 1 + len(fields(KernelSpec))
+    others += [replace(spec, dtype="float16"), replace(spec, config=D128)]
+    fp8 = replace(spec, dtype="float8_e4m3fn", out_dtype="bfloat16")
+    others += [fp8, replace(fp8, out_dtype="float16"), replace(spec, features=Features(softcap=True))]
+    assert len({spec, *others}) == 2 + len(fields(KernelSpec))
 
 
 def test_every_feature_is_part_of_the_key_and_of_the_name() -> None:
@@ -246,6 +249,41 @@ def test_spec_refuses_what_cannot_run() -> None:
         KernelSpec(**(SPEC | {"head_dim": 256, "head_dim_v": 192}))
     exact = KernelSpec(**(SPEC | {"dtype": "float16", "config": replace(D128, softmax="exact")}))
     assert exact.config.softmax == "exact"
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"features": Features(softcap=True)}, "softcap: FP8 kernels have no features yet"),
+        ({"out_dtype": None}, "out_dtype=None: a 16-bit type with dtype='float8_e4m3fn', else None"),
+        ({"dtype": "bfloat16"}, "out_dtype='float16': a 16-bit type with dtype='float8_e4m3fn', else None"),
+        ({"config": ForwardConfig(128, 112)}, "tile_n=112 must be a multiple of 32 from 32 to 256"),
+        ({"config": ForwardConfig(128, 96)}, "tile_n=96 must divide the 128 keys of a scale"),
+        ({"config": replace(D128, two_level_columns=96)}, "two_level_columns=96 must be a multiple of 8 that divides"),
+        ({"config": replace(D128, flush_blocks=12)}, "flush_blocks=12 must be a power of two or 0"),
+        ({"config": replace(D128, flush_blocks=8, two_level_columns=64)}, "flush_blocks=8 goes with tma_store, not"),
+        ({"config": replace(D128, q_in_registers=True)}, "FP8 kernels read Q from shared memory and overlap"),
+        (
+            {"head_dim": 256, "head_dim_v": 256, "config": ForwardConfig(128, 64, two_level_columns=128)},
+            "S, P, O and Q take 232 of 232 registers, at least 16 must be left",
+        ),
+    ],
+)
+def test_fp8_spec_refuses_what_cannot_run(changes: dict[str, Any], message: str) -> None:
+    fields_of_spec = SPEC | {"dtype": "float8_e4m3fn", "out_dtype": "float16"}
+    assert KernelSpec(**fields_of_spec).name == "fwd_float8_e4m3fn_d128x128_causal_128x128_fast_float16"
+    with pytest.raises(ConfigError) as raised:
+        KernelSpec(**(fields_of_spec | changes))
+    assert message in str(raised.value)
+
+
+def test_two_levels_are_for_fp8() -> None:
+    with pytest.raises(
+        ConfigError, match="two_level_columns and flush_blocks are for FP8: a 16-bit WGMMA accumulates in fp32"
+    ):
+        KernelSpec(**(SPEC | {"config": replace(D128, two_level_columns=128)}))
+    with pytest.raises(ConfigError, match="dtype='float8_e4m3fn': the backward is computed in 16 bits"):
+        BackwardSpec("float8_e4m3fn", 128, 128, False, False, BackwardConfig(64, 128))
 
 
 def test_spec_name() -> None:

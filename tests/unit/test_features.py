@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashhopper.config import BackwardSpec, Features, KernelSpec
+from flashhopper.config import PLAIN, BackwardSpec, Features, KernelSpec
 from flashhopper.heuristics import (
     BACKWARD_TABLE,
     TILE_TABLE,
@@ -17,6 +17,8 @@ from flashhopper.heuristics import (
     backward_specs,
     features_of,
     forward_specs,
+    fp8_specs,
+    quantize_specs,
     select_backward_spec,
     select_spec,
 )
@@ -58,7 +60,8 @@ def test_specs_have_the_features_that_are_asked_for(head_dim: int, options: dict
 @pytest.mark.parametrize("features", [features for _, features in ASKED.values()], ids=list(ASKED))
 def test_all_kernels_with_features_are_those_that_calls_choose(features: Features) -> None:
     forward, backward = set(forward_specs(features)), set(backward_specs(features))
-    assert set(all_specs(features)) == forward | backward
+    others = {*fp8_specs(), *quantize_specs()} if features == PLAIN else set()
+    assert set(all_specs(features)) == forward | backward | others
     found_forward, found_backward = set(), set()
     asked = [options for options, found in ASKED.values() if found == features]
     asked += [options | {"causal": False} for options in asked]

@@ -99,7 +99,7 @@ class Peer(ABC):
 class PackagePeer(Peer):
     """A package that exports ``flash_attn_func(q, k, v, causal=...)``; ``modules`` are tried in order."""
 
-    def __init__(self, name: str, modules: Sequence[str], distributions: Sequence[str], **options: bool) -> None:
+    def __init__(self, name: str, modules: Sequence[str], distributions: Sequence[str], **options: Any) -> None:
         super().__init__(name)
         self.modules = tuple(modules)
         self.distributions = tuple(distributions)

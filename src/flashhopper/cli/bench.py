@@ -44,6 +44,7 @@ def add_parser(subparsers: Subparsers) -> None:
     _add_grid(commands, TRAIN, "TFLOPS of forward and backward in one step, and the backward's memory")
     _add_cases(commands, "varlen", "ragged batches: TFLOPS on visible pairs, and ours to our own dense speed")
     _add_cases(commands, "masks", "windows, softcap and sinks at 16k tokens: TFLOPS on visible pairs")
+    _add_fp8(commands)
     _add_launch(commands)
     _add_ablation(commands)
     _add_tiles(commands)
@@ -125,6 +126,15 @@ def _add_cases(commands: Subparsers, name: str, text: str) -> None:
     parser.add_argument("--seed", type=int, help="of the inputs; a fresh one by default, printed either way")
     parser.add_argument("--output", type=Path, default=RESULTS / f"{name}.json", help="the JSON file")
     _add_budget_arguments(parser, "600", 600.0)
+
+
+def _add_fp8(commands: Subparsers) -> None:
+    text = "FP8 forward TFLOPS: ours, fast and end to end from bf16, beside FA3's FP8 and our bf16"
+    parser = _command(commands, "fp8", _run_fp8, text)
+    _add_grid_arguments(parser, "64 128 256", "512 to 32k in powers of two")
+    parser.add_argument("--seed", type=int, help="of the inputs; a fresh one by default, printed either way")
+    parser.add_argument("--output", type=Path, default=RESULTS / "fp8.json", help="the JSON file")
+    parser.add_argument("--budget-seconds", type=float, default=300.0, help="for the run (default: 300)")
 
 
 def _add_launch(commands: Subparsers) -> None:
@@ -247,6 +257,22 @@ def _gate(results: GridResults, earlier: GridResults, path: Path) -> int:
     outcome = "passed" if verdict.passed else "failed"
     print(f"against {path}: {verdict.compared} cells compared, {outcome}")
     return int(not verdict.passed)
+
+
+def _run_fp8(args: argparse.Namespace) -> int:
+    from flashhopper.bench.environment import require_hopper
+    from flashhopper.bench.fp8 import Fp8Run, geometric_means
+    from flashhopper.bench.grid import HEAD_DIMS, SEQLENS
+    from flashhopper.bench.results import write_json
+    from flashhopper.bench.timing import CudaClock
+
+    require_hopper()
+    results = Fp8Run(_seed(args), CudaClock(), print).run(_cells(args, HEAD_DIMS, SEQLENS), args.budget_seconds)
+    write_json(args.output, results.to_json())
+    for name, value in geometric_means(results.rows).items():
+        print(f"{name}: {value:.3f}")
+    print(f"wrote {args.output}")
+    return print_errors(results.errors)
 
 
 def _run_launch(args: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from flashhopper.kernels import ptx
 from flashhopper.kernels.cta import Cta
 from flashhopper.kernels.mask import ROWS_PER_THREAD, rows_view
 from flashhopper.kernels.ragged import Rows, head_rows
-from flashhopper.kernels.smem import NamedBarrier
+from flashhopper.kernels.smem import NamedBarrier, output_parts
 
 
 class Place(NamedTuple):
@@ -42,6 +42,7 @@ class Epilogue:
         self.cta, self.output, self.warpgroup = cta, output, warpgroup
         self.is_storing_warp, self.lane = is_storing_warp, lane
         self.barrier = NamedBarrier.EPILOGUE + warpgroup
+        self.staging = warpgroup * output_parts(cta.spec)
 
     @cute.jit
     def write_lse(self, rows_lse: cute.Tensor, row: Int32, place: Place):
@@ -67,7 +68,7 @@ class Epilogue:
         if self.is_storing_warp:
             ptx.bulk_store_wait()
         ptx.named_barrier_wait(self.barrier, WARPGROUP_THREADS)
-        cute.copy(copy_O, copy_O.retile(frag_O), copy_O.partition_D(self.output.sO)[None, None, None, self.warpgroup])
+        cute.copy(copy_O, copy_O.retile(frag_O), copy_O.partition_D(self.output.sO)[None, None, None, self.staging])
         ptx.fence_async_shared()
         ptx.named_barrier_wait(self.barrier, WARPGROUP_THREADS)
         if self.is_storing_warp:
@@ -82,7 +83,7 @@ class Epilogue:
                 cute.group_modes(gO_tiles, 0, 2),
             )
             tile = self.cta.spec.config.num_consumer_warpgroups * m_block + self.warpgroup
-            cute.copy(self.output.tma_O, tOsO[None, self.warpgroup], tOgO[None, tile])
+            cute.copy(self.output.tma_O, tOsO[None, self.staging], tOgO[None, tile])
             ptx.bulk_store_commit()
 
     @cute.jit
@@ -97,6 +98,12 @@ class Epilogue:
                     if column < head_dim_v:
                         target_row = place.rows.start + row + 8 * r
                         mO[place.batch, target_row, place.head, column] = rows_O[r, c].to(mO.element_type)
+
+    @cute.jit
+    def free_staging(self):
+        """The whole warpgroup: its part of the shared O is its own again."""
+        self.wait_staging_read()
+        ptx.named_barrier_wait(self.barrier, WARPGROUP_THREADS)
 
     @cute.jit
     def wait_staging_read(self):

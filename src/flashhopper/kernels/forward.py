@@ -1,6 +1,6 @@
 """The forward kernel: descriptors and launch on the host, roles dispatched on the device."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -21,15 +21,18 @@ from flashhopper.kernels.smem import TileLayouts, make_storage
 from flashhopper.kernels.softmax import make_softmax
 from flashhopper.kernels.tile_scheduler import Mailbox, RaggedGrid, TileGrid, TileScheduler
 
-ELEMENTS = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+ELEMENTS = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float8_e4m3fn": cutlass.Float8E4M3FN}
 WORKSPACE_INTS = 4
 
 
 class ForwardKernel:
     """Attention forward for one :class:`KernelSpec`."""
 
+    value_modes: ClassVar[list[int]] = [3, 1, 2, 0]  # of V's dimensions: head_dim_v, keys, heads, batch
+    value_major = OperandMajorMode.MN
+
     def __init__(self, spec: KernelSpec):
-        self.spec, self.element = spec, ELEMENTS[spec.dtype]
+        self.spec, self.element, self.out_element = spec, ELEMENTS[spec.dtype], ELEMENTS[spec.out_dtype or spec.dtype]
 
     @cute.jit
     def __call__(
@@ -48,9 +51,23 @@ class ForwardKernel:
         """Tensors are ``(batch, seqlen, heads, head_dim)``, LSE ``(batch, heads, seqlen_q)``, workspace int32 (4,).
         Of a ragged batch, whose tensors are packed, batch is 1. ``feature_args``: a :class:`FeatureArgs`, or None
         without features."""
+        self.launch((mQ, mK, mV), (mO, mLSE, workspace), softmax_scale_log2, max_ctas, feature_args, stream)
+
+    def launch(
+        self,
+        inputs: tuple,
+        memory: tuple,
+        softmax_scale_log2: Float32,
+        max_ctas: Int32,
+        feature_args: Any,
+        stream: Any,
+        scales: tuple = (),
+    ) -> None:
+        """Make descriptors, size the grid, launch. ``memory``: O, LSE and workspace; ``scales``: FP8's."""
+        (mQ, mK, mV), mO = inputs, memory[0]
         spec, config = self.spec, self.spec.config
-        layouts = TileLayouts.create(spec, self.element)
-        self.storage = make_storage(spec, layouts, self.element)
+        layouts = TileLayouts.create(spec, self.element, self.out_element, self.value_major)
+        self.storage = make_storage(spec, layouts, self.element, self.out_element)
         gQ, gK, gV, gO = (self.tma_view(m, mode) for m, mode in ((mQ, 0), (mK, 0), (mV, 1), (mO, 0)))
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         tma_tensors = tuple(
@@ -69,20 +86,21 @@ class ForwardKernel:
             num_ctas = max_ctas
         self.kernel(
             tma_tensors,
-            (mO, mLSE, workspace),
+            memory,
             self.make_mmas(),
             layouts,
             softmax_scale_log2,
             tuple(grid[:4]),
             (seqlen_q, seqlen_k, heads, heads_k),
             feature_args,
+            scales,
         ).launch(grid=(num_ctas, 1, 1), block=(config.num_threads, 1, 1), min_blocks_per_mp=1, stream=stream)
 
     def tma_view(self, m: cute.Tensor, rows_mode: int) -> cute.Tensor:
         """(rows, head_dim, heads, batch), rows and head_dim exchanged for ``rows_mode`` 1; see :func:`ragged_view`."""
         if self.spec.features.ragged:
             return ragged_view(m, ELEMENT_BYTES[self.spec.dtype], rows_mode)
-        modes = [1, 3, 2, 0] if rows_mode == 0 else [3, 1, 2, 0]
+        modes = [1, 3, 2, 0] if rows_mode == 0 else self.value_modes
         return cute.make_tensor(m.iterator, cute.select(m.layout, mode=modes))
 
     def make_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma]:
@@ -91,14 +109,15 @@ class ForwardKernel:
         groups = (config.num_consumer_warpgroups, 1, 1)
         source_Q = warpgroup.OperandSource.RMEM if config.q_in_registers else warpgroup.OperandSource.SMEM
         element = self.element
-        shape_S, shape_O = (ROWS_PER_WARPGROUP, config.tile_n), (ROWS_PER_WARPGROUP, self.spec.head_dim_v)
+        columns_O = config.two_level_columns or self.spec.head_dim_v
+        shape_S, shape_O = (ROWS_PER_WARPGROUP, config.tile_n), (ROWS_PER_WARPGROUP, columns_O)
         return (
             sm90.make_trivial_tiled_mma(element, element, k_major, k_major, Float32, groups, shape_S, source_Q),
             sm90.make_trivial_tiled_mma(
                 element,
                 element,
                 k_major,
-                OperandMajorMode.MN,
+                self.value_major,
                 Float32,
                 groups,
                 shape_O,
@@ -117,6 +136,7 @@ class ForwardKernel:
         grid: tuple,
         extents: tuple,
         feature_args: Any,
+        scales: tuple,
     ):
         spec, config = self.spec, self.spec.config
         mO, mLSE, workspace = memory
@@ -163,9 +183,16 @@ class ForwardKernel:
         else:
             if cutlass.const_expr(config.reallocate_registers):
                 cute.arch.setmaxregister_increase(registers.consumer)
-            softmax = make_softmax(config.softmax, spec.dtype, softmax_scale_log2)
             output = Output(tma_O, gO, sO, mO, mLSE)
-            Consumer(cta, Operands(mmas[0], mmas[1], sQ, sK, sV), softmax, output, warpgroup_index - 1).run()
+            tiles = Operands(mmas[0], mmas[1], sQ, sK, sV)
+            self.make_consumer(cta, tiles, output, warpgroup_index - 1, softmax_scale_log2, scales).run()
+
+    def make_consumer(
+        self, cta: Cta, operands: Operands, output: Output, index: Int32, softmax_scale_log2: Float32, scales: tuple
+    ) -> Consumer:
+        """The consumer warpgroup ``index``."""
+        softmax = make_softmax(self.spec.config.softmax, self.spec.dtype, softmax_scale_log2)
+        return Consumer(cta, operands, softmax, output, index)
 
 
 def compile_forward(spec: KernelSpec, options: str = "--enable-tvm-ffi") -> Any:

@@ -191,11 +191,13 @@ class Consumer:
             head, batch = (self.mailbox.read(word, q_state.stage, self.lane) for word in (Mailbox.HEAD, Mailbox.BATCH))
             self.modifier.set_rows(row + lengths.k - lengths.q, head, batch, self.lane)
         self.softmax.reset()
+        self.begin_item(m_block, q_state)
+        self.begin_block(last_block)
         self.modifier.apply(self.rows_S, last_block)
         if self.mask.cuts_last_block(lengths.k):
             self.mask.apply(self.rows_S, last_block)
         self.softmax.exact_step(self.rows_S)
-        self.convert_p()
+        self.convert_p(True)
         self.acc_O.fill(0.0)
         num_right = blocks.num_blocks - blocks.num_left - num_unmasked
         for j in cutlass.range(1, num_right, unroll=1):
@@ -219,6 +221,7 @@ class Consumer:
     ):
         """S of this block and P·V of the one before; softmax runs while P·V is in flight."""
         overlap = self.cta.spec.config.overlap_gemm_softmax
+        self.begin_block(n_block)
         if const_expr(not overlap):
             self.cta.v_ring.wait(v_state)
             self.issue_pv(v_state)
@@ -237,17 +240,47 @@ class Consumer:
         if const_expr(masked):
             self.mask.apply(self.rows_S, n_block)
             self.softmax.exact_step(self.rows_S)
+            self.complete_pv(v_state, 0)
         else:
-            rescale = self.softmax.unmasked_step(self.rows_S)
-        warpgroup.wait_group(0)
+            rescale = self.unmasked_softmax(v_state)
         self.cta.v_ring.release(v_state, self.lane)
         if rescale:
             self.softmax.scale_rows(self.rows_O)
-        self.convert_p()  # only now: P·V of the block before has read these registers
+        self.convert_p(masked)  # only now: P·V of the block before has read these registers
         return k_state.next(), v_state.next()
 
     @cute.jit
-    def convert_p(self):
+    def begin_item(self, m_block: Int32, q_state: RingState):
+        """Before the softmax of an item's first block: what FP8 needs of the item."""
+
+    @cute.jit
+    def begin_block(self, n_block: Int32):
+        """Before the softmax of a block: what FP8 needs of the block."""
+
+    @cute.jit
+    def unmasked_softmax(self, v_state: RingState):
+        """Softmax of a block that no mask cuts, and the end of the P·V it runs under. Returns whether O must be
+        rescaled."""
+        rescale = self.softmax.unmasked_step(self.rows_S)
+        self.complete_pv(v_state, 0)
+        return rescale
+
+    @cute.jit
+    def complete_pv(self, v_state: RingState, in_flight: Constexpr[int]):
+        """Wait for P·V; ``in_flight`` WGMMA groups were issued after it and may go on."""
+        warpgroup.wait_group(in_flight)
+
+    @cute.jit
+    def gather_output(self):
+        """After the last P·V: what FP8 keeps of O elsewhere."""
+
+    @cute.jit
+    def normalise(self, head: Int32, batch: Int32):
+        """O from the sums: divided by the row sums."""
+        self.softmax.scale_rows(self.rows_O)
+
+    @cute.jit
+    def convert_p(self, masked: Constexpr[bool]):
         """P to the operand's dtype: accumulator order is register-operand order for 16-bit types."""
         pairs = cute.size(self.acc_S) // 2
         flat_S = cute.make_tensor(self.acc_S.iterator, cute.make_layout(2 * pairs))
@@ -298,17 +331,18 @@ class Consumer:
             if is_issued:
                 self.turns.pass_block()
                 self.turns.pass_tile(next_q.stage)
-        warpgroup.wait_group(1 if config.prefetch_scores else 0)
+        self.complete_pv(v_state, 1 if config.prefetch_scores else 0)
         self.cta.v_ring.release(v_state, self.lane)
         v_state = v_state.next()
         if const_expr(self.cta.window is not None):
             num_skipped = self.own_blocks(m_block, lengths).first - self.tile_blocks(m_block, lengths).first
             k_state, v_state = self.skip_blocks(num_skipped, k_state, v_state)
 
+        self.gather_output()
         if const_expr(self.cta.may_fail):
             trusted = trusted & self.softmax.is_finite(self.acc_O)
             self.mailbox.judge(item, trusted, exact, self.lane)
-        self.softmax.scale_rows(self.rows_O)
+        self.normalise(head, batch)
         if const_expr(self.mask.hides_positions):
             self.mask.clear_rows_without_keys(self.rows_O, self.lane)
         if const_expr(config.tma_store):

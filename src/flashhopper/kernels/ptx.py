@@ -86,6 +86,30 @@ def pack_16bit(low: Float32, high: Float32, element: Any, *, loc: Any = None, ip
     )
 
 
+@dsl_user_op
+def pack_e4m3(values: tuple[Float32, ...], *, loc: Any = None, ip: Any = None) -> Int32:
+    """Four floats rounded to nearest even, saturated at ±448 and packed, the first in the lowest byte; NaN is 0x7f
+    (PTX ISA 9.7.9.22, cvt.rn.satfinite.e4m3x2.f32). Opaque to LLVM for the same reason."""
+    text = (
+        "{.reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; "
+        "cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; mov.b32 $0, {lo, hi};}"
+    )
+    operands = [Float32(value).ir_value(loc=loc, ip=ip) for value in values]
+    return Int32(_asm(T.i32(), operands, text, "=r,f,f,f,f", False, loc, ip))
+
+
+@dsl_user_op
+def float_bits(value: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """The bits of a float (PTX ISA 9.7.9.1, mov.b32)."""
+    return Int32(_asm(T.i32(), [Float32(value).ir_value(loc=loc, ip=ip)], "mov.b32 $0, $1;", "=r,f", False, loc, ip))
+
+
+@dsl_user_op
+def bits_float(bits: Int32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """The float with these bits (PTX ISA 9.7.9.1, mov.b32)."""
+    return Float32(_asm(T.f32(), [Int32(bits).ir_value(loc=loc, ip=ip)], "mov.b32 $0, $1;", "=f,r", False, loc, ip))
+
+
 def _asm(result: Any, operands: list[Any], text: str, constraints: str, volatile: bool, loc: Any, ip: Any) -> Any:
     """One inline assembly statement; ``volatile`` keeps it where it stands."""
     return llvm.inline_asm(
@@ -99,6 +123,13 @@ def _asm(result: Any, operands: list[Any], text: str, constraints: str, volatile
         loc=loc,
         ip=ip,
     )
+
+
+@dsl_user_op
+def add_here(a: Float32, b: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """a + b, where this stands (PTX ISA 9.7.3.6, add.f32). Volatile: LLVM does not sink it past the next WGMMA."""
+    operands = [Float32(a).ir_value(loc=loc, ip=ip), Float32(b).ir_value(loc=loc, ip=ip)]
+    return Float32(_asm(T.f32(), operands, "add.f32 $0, $1, $2;", "=f,f,f", True, loc, ip))
 
 
 @dsl_user_op

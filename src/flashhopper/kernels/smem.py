@@ -6,10 +6,17 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Int32, Int64
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from flashhopper.config import ROWS_PER_WARPGROUP, SMEM_BYTES_PER_CTA, KernelSpec
+from flashhopper.config import (
+    ELEMENT_BYTES,
+    FLUSHED_BYTES,
+    OUTPUT_BYTES,
+    ROWS_PER_WARPGROUP,
+    SMEM_BYTES_PER_CTA,
+    KernelSpec,
+)
 from flashhopper.kernels.tile_scheduler import Mailbox
 
 TILE_ALIGNMENT = 1024  # a 128-byte swizzle pattern repeats every 1024 bytes
@@ -23,40 +30,50 @@ class NamedBarrier(IntEnum):
     TURN_SLOT_1 = 7
 
 
+def output_parts(spec: KernelSpec) -> int:
+    """Tiles of 16-bit O that a warpgroup's part of the shared O takes: the first is staged, and there is no other
+    unless fp32 sums lie there while the tile is worked on."""
+    return FLUSHED_BYTES // OUTPUT_BYTES if spec.config.flush_blocks else 1
+
+
 class TileLayouts(NamedTuple):
-    """Swizzled shared-memory layouts. Q and K are K-major operands of S = Q Kᵀ, V is the N-major operand of O = P V."""
+    """Swizzled shared-memory layouts. Q and K are K-major operands of S = Q Kᵀ, V is the operand of O = P V: N-major
+    for 16-bit types, K-major (keys contiguous), as 8-bit WGMMAs want it, for FP8."""
 
     Q: cute.ComposedLayout  # (tile_m, head_dim, num_q_stages)
     K: cute.ComposedLayout  # (tile_n, head_dim, num_stages)
     V: cute.ComposedLayout  # (head_dim_v, tile_n, num_stages)
-    O: cute.ComposedLayout  # (64, head_dim_v, num_consumer_warpgroups)  # noqa: E741 - the operand's name
+    O: cute.ComposedLayout  # (64, head_dim_v, num_consumer_warpgroups · output_parts)  # noqa: E741 - the operand's name
 
     @classmethod
-    def create(cls, spec: KernelSpec, element: Any) -> "TileLayouts":
-        config, row, col = spec.config, LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
+    def create(cls, spec: KernelSpec, element: Any, out_element: Any, value_major: OperandMajorMode) -> "TileLayouts":
+        config, row = spec.config, LayoutEnum.ROW_MAJOR
+        order_V = row if value_major == OperandMajorMode.K else LayoutEnum.COL_MAJOR
         tile_m, tile_n, stages = config.tile_m, config.tile_n, config.num_stages
         # O's rows of one warpgroup lie on the bytes of the same rows of Q when both share a buffer: the row blocks of
         # all warpgroups come before the next 128-byte column block, as in Q's layout.
-        kind = sm90.get_smem_layout_atom(row, element, spec.head_dim_v)
-        atom = warpgroup.make_smem_layout_atom(kind, element)
+        kind = sm90.get_smem_layout_atom(row, out_element, spec.head_dim_v)
+        atom = warpgroup.make_smem_layout_atom(kind, out_element)
         return cls(
             sm90.make_smem_layout_a(row, (tile_m, tile_n, spec.head_dim), element, config.num_q_stages),
             sm90.make_smem_layout_b(row, (tile_m, tile_n, spec.head_dim), element, stages),
-            sm90.make_smem_layout_b(col, (tile_m, spec.head_dim_v, tile_n), element, stages),
+            sm90.make_smem_layout_b(order_V, (tile_m, spec.head_dim_v, tile_n), element, stages),
             cute.tile_to_shape(
-                atom, (ROWS_PER_WARPGROUP, spec.head_dim_v, config.num_consumer_warpgroups), order=(0, 2, 1)
+                atom,
+                (ROWS_PER_WARPGROUP, spec.head_dim_v, config.num_consumer_warpgroups * output_parts(spec)),
+                order=(0, 1, 2) if config.flush_blocks else (0, 2, 1),
             ),
         )
 
 
-def make_storage(spec: KernelSpec, layouts: TileLayouts, element: Any) -> Any:
+def make_storage(spec: KernelSpec, layouts: TileLayouts, element: Any, out_element: Any) -> Any:
     """The struct of one CTA. O has bytes of its own unless it shares Q's or leaves from registers."""
     config = spec.config
     elements_Q, elements_O = cute.cosize(layouts.Q), cute.cosize(layouts.O) if config.tma_store else 0
     if config.share_qo_smem:
-        elements_Q, elements_O = max(elements_Q, elements_O), 0
+        elements_Q, elements_O = max(elements_Q, elements_O * OUTPUT_BYTES // ELEMENT_BYTES[spec.dtype]), 0
 
-    def tile(elements: int) -> Any:
+    def tile(elements: int, element: Any = element) -> Any:
         return cute.struct.Align[cute.struct.MemRange[element, elements], TILE_ALIGNMENT]
 
     @cute.struct
@@ -69,7 +86,7 @@ def make_storage(spec: KernelSpec, layouts: TileLayouts, element: Any) -> Any:
         sQ: tile(elements_Q)
         sK: tile(cute.cosize(layouts.K))
         sV: tile(cute.cosize(layouts.V))
-        sO: tile(elements_O)
+        sO: tile(elements_O, out_element)
 
     if ForwardStorage.size_in_bytes() > SMEM_BYTES_PER_CTA:
         raise ValueError(f"{spec.name} takes {ForwardStorage.size_in_bytes()} bytes of shared memory")

@@ -16,7 +16,7 @@ LOG2_E = 1.4426950408889634
 NO_REFERENCE = -3.0e38  # "no key seen yet": finite, so that (-inf) - (-inf) cannot arise
 MOVE_ABOVE = 2.0**30  # a partial row sum above this moves the lazy reference
 # Beyond this reference its own rounding, half a spacing, is more than P's dtype can hold: the row becomes NaN.
-MAX_REFERENCE = {"bfloat16": 2.0**31, "float16": 2.0**28}
+MAX_REFERENCE = {"bfloat16": 2.0**31, "float16": 2.0**28, "float8_e4m3fn": 2.0**24}
 TRUSTED_SUM = (2.0**-60, 2.0**100)  # a final lazy row sum outside proves nothing: the tile is redone
 
 

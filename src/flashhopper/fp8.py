@@ -1,0 +1,377 @@
+"""FP8: quantised tensors, what makes them, and attention on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from flashhopper import launch_fp8, ops, reference, reference_fp8
+from flashhopper.config import KEYS_PER_SCALE, QUERIES_PER_SCALE, ScaleKind
+from flashhopper.launch_backward import Saved
+from flashhopper.problem import (
+    DTYPES,
+    MAX_EXTENT,
+    MAX_HEAD_DIM,
+    AttentionOptions,
+    AttentionProblem,
+    SoftmaxTensors,
+    TensorFacts,
+)
+from flashhopper.reference_fp8 import E4M3, SCALE_KINDS, WHOLE_SEQUENCE, Operands
+
+Role = Literal["q", "k", "v"]
+Accumulate = Literal["two_level", "fast"]
+ACCUMULATE: tuple[Accumulate, ...] = ("two_level", "fast")
+ROWS_PER_SCALE: dict[Role, int] = {"q": QUERIES_PER_SCALE, "k": KEYS_PER_SCALE, "v": WHOLE_SEQUENCE}
+MULTIPLE = 16  # of head dims: TMA's strides are multiples of 16 bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8Tensor:
+    """A quantised q, k or v, as :func:`quantize_fp8` makes it and :func:`flash_attn_func` takes it."""
+
+    role: Role
+    data: torch.Tensor
+    """e4m3. q and k: ``(batch, seqlen, heads, head_dim)``. v: ``(batch, heads, head_dim_v, slots)``, transposed for the
+    tensor cores, keys in the kernels' order and padded with zeros to a multiple of 128."""
+    scale: torch.Tensor
+    """fp32. q and k: ``(batch, heads, blocks)``, one for ``rows_per_scale`` rows. v: ``(batch, heads, head_dim_v)``."""
+    shape: tuple[int, int, int, int]
+    """Of the tensor that was quantised: ``(batch, seqlen, heads, head_dim)``."""
+    source_dtype: torch.dtype
+    """Of the tensor that was quantised, and so of attention's result."""
+    rows_per_scale: int
+    mean: torch.Tensor | None = None
+    """v: what was subtracted from each channel, fp32 ``(batch, heads, head_dim_v)``."""
+    hadamard_seed: int | None = None
+    """q and k: of the random signs before the Hadamard transform; None without transform."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    def dequantize(self) -> torch.Tensor:
+        """What the quantised numbers stand for, fp32 of ``shape``; transform and mean are undone."""
+        if self.role == "v":
+            x = reference_fp8.restore_values(self.data, self.shape[1]).float() * self.scale[:, None]
+            return x if self.mean is None else x + self.mean[:, None]
+        scale = reference_fp8.rows_of_scales(self.scale, self.rows_per_scale, self.shape[1])
+        x = self.data.float() * scale
+        return x if self.hadamard_seed is None else reference_fp8.inverse_hadamard(x, self.hadamard_seed)
+
+
+class Fp8QKV(NamedTuple):
+    """What :func:`quantize_fp8` returns; a field is None where nothing was given."""
+
+    q: Any
+    k: Any
+    v: Any
+
+
+class Fp8Recipe(NamedTuple):
+    """How 16-bit tensors are quantised: :func:`quantize_fp8`'s keyword arguments."""
+
+    scales: ScaleKind = "power_of_two"
+    hadamard: bool = True
+    center_v: bool = True
+    seed: int = 0
+
+    def validate(self) -> None:
+        if self.scales not in SCALE_KINDS:
+            raise ValueError(f"scales is {self.scales!r}; accepted are {' and '.join(map(repr, SCALE_KINDS))}")
+        for name in ("hadamard", "center_v"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {type(getattr(self, name)).__name__}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise TypeError(f"seed must be an int, got {type(self.seed).__name__}")
+
+
+def quantize(q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Fp8Recipe) -> Fp8QKV:
+    """See :func:`flashhopper.quantize_fp8`."""
+    recipe.validate()
+    given = {"q": q, "k": k, "v": v}
+    for name, x in given.items():
+        if x is not None:
+            _check_source(name, x)
+    with torch.no_grad():
+        return Fp8QKV(*(None if x is None else _quantize(name, x, recipe) for name, x in given.items()))
+
+
+def _quantize(role: Any, x: torch.Tensor, recipe: Fp8Recipe) -> Fp8Tensor:
+    engine: Any = reference_fp8 if x.device.type == "cpu" else launch_fp8
+    rows = ROWS_PER_SCALE[role]
+    shape = x.shape[0], x.shape[1], x.shape[2], x.shape[3]
+    if role == "v":
+        data, scale, mean = engine.quantize_values(x, recipe.scales, recipe.center_v)
+        return Fp8Tensor(role, data, scale, shape, x.dtype, rows, mean=mean)
+    seed = recipe.seed if recipe.hadamard else None
+    data, scale = engine.quantize_rows(x, rows, recipe.scales, seed)
+    return Fp8Tensor(role, data, scale, shape, x.dtype, rows, hadamard_seed=seed)
+
+
+def _check_source(name: str, x: torch.Tensor) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{name} has dtype {x.dtype}; accepted are {', '.join(map(str, DTYPES))}")
+    if x.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} is on device {x.device}; accepted are cpu and cuda tensors")
+    if x.dim() != 4:
+        shape = tuple(x.shape)
+        raise ValueError(f"{name} must have 4 dimensions (batch, seqlen, heads, head_dim), got shape {shape}")
+    if max(x.shape) > MAX_EXTENT:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; each extent may be at most {MAX_EXTENT}")
+    _check_head_dim(name, x.shape[3])
+    if x.stride(3) != 1:
+        raise ValueError(
+            f"{name} has strides {x.stride()}; the last dimension (head_dim) must be contiguous (stride 1)"
+        )
+
+
+def _check_head_dim(name: str, head_dim: int) -> None:
+    if head_dim % MULTIPLE or not MULTIPLE <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"{name} has head_dim {head_dim}; accepted with FP8 are multiples of {MULTIPLE} from {MULTIPLE} to "
+            f"{MAX_HEAD_DIM}"
+        )
+
+
+def is_fp8(*tensors: Any) -> bool:
+    """Whether one of the tensors is quantised, or raw e4m3."""
+    return any(isinstance(x, Fp8Tensor) or getattr(x, "dtype", None) == E4M3 for x in tensors)
+
+
+class Descales(NamedTuple):
+    """FA3's factors for raw e4m3 tensors: fp32 with one element or ``(batch, heads_k)``, or None for 1."""
+
+    q: torch.Tensor | None = None
+    k: torch.Tensor | None = None
+    v: torch.Tensor | None = None
+
+    def refuse(self, why: str) -> None:
+        for name, value in zip(self._fields, self, strict=True):
+            if value is not None:
+                raise ValueError(f"{name}_descale is for torch.float8_e4m3fn tensors; {why}")
+
+    def of_heads(self, name: Role, batch: int, heads_k: int, device: torch.device) -> torch.Tensor:
+        """The factor of each head, fp32 ``(batch, heads_k)``, an expanded view."""
+        value = getattr(self, name)
+        if value is None:
+            return torch.ones(1, 1, device=device).expand(batch, heads_k)
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name}_descale must be a torch.Tensor or None, got {type(value).__name__}")
+        if value.dtype != torch.float32:
+            raise TypeError(f"{name}_descale has dtype {value.dtype}; accepted is torch.float32")
+        if value.device != device:
+            raise ValueError(f"{name}_descale is on {value.device}, q on {device}: all must be on the same device")
+        if value.numel() == 1 and value.dim() <= 1:
+            return value.view(1, 1).expand(batch, heads_k)
+        if tuple(value.shape) != (batch, heads_k):
+            raise ValueError(
+                f"{name}_descale has shape {tuple(value.shape)}; accepted are one element, or one for each batch and "
+                f"key head: ({batch}, {heads_k})"
+            )
+        return value
+
+
+def refuse(descales: Descales, accumulate: Any) -> None:
+    """For 16-bit tensors: ValueError for an argument that has no meaning with them."""
+    descales.refuse("q, k and v are not")
+    if accumulate != "two_level":
+        raise ValueError(f"fp8_accumulate is {accumulate!r}, but q, k and v are not FP8")
+
+
+class _Inputs(NamedTuple):
+    """One FP8 call: checked problem, and what the kernel reads once it is asked for."""
+
+    problem: AttentionProblem
+    operands: Callable[[], Operands]
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    options: AttentionOptions,
+    descales: Descales,
+    accumulate: Accumulate,
+    softmax_tensors: SoftmaxTensors,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out, in the dtype that was quantised (bfloat16 for raw e4m3), and LSE; neither is differentiable."""
+    check_accumulate(accumulate)
+    kinds = {isinstance(x, Fp8Tensor) for x in (q, k, v)}
+    if len(kinds) > 1:
+        names = ", ".join(f"{name} {_describe(x)}" for name, x in (("q", q), ("k", k), ("v", v)))
+        raise TypeError(f"q, k and v must all come from quantize_fp8 or all be tensors of one dtype, got {names}")
+    inputs = _quantized_inputs(q, k, v, options, descales) if True in kinds else _raw_inputs(q, k, v, options, descales)
+    problem = inputs.problem.validate()
+    if any(tensor is not None for tensor in softmax_tensors):
+        problem.check_softmax_tensors(softmax_tensors)
+    if problem.device.type == "cpu":
+        return _reference_attention(inputs, softmax_tensors)
+    _refuse_on_cuda(options, softmax_tensors)
+    with torch.no_grad():
+        return launch_fp8.forward(inputs.operands(), problem, accumulate == "fast")
+
+
+def check_accumulate(accumulate: Any) -> None:
+    if accumulate not in ACCUMULATE:
+        raise ValueError(f"fp8_accumulate is {accumulate!r}; accepted are {' and '.join(map(repr, ACCUMULATE))}")
+
+
+def _refuse_on_cuda(options: AttentionOptions, softmax_tensors: SoftmaxTensors) -> None:
+    """What the FP8 kernels lack, whatever the 16-bit ones have."""
+    for name, default in (("window_size", (-1, -1)), ("attention_chunk", 0), ("softcap", 0.0)):
+        value = getattr(options, name)
+        if value != default:
+            raise NotImplementedError(f"{name}={value!r} is not there yet with FP8 on CUDA tensors")
+    for name, tensor in softmax_tensors._asdict().items():
+        if tensor is not None:
+            raise NotImplementedError(f"{name} is not there yet with FP8 on CUDA tensors")
+
+
+def _describe(x: Any) -> str:
+    return "quantised" if isinstance(x, Fp8Tensor) else str(getattr(x, "dtype", type(x).__name__))
+
+
+def _quantized_inputs(
+    q: Fp8Tensor, k: Fp8Tensor, v: Fp8Tensor, options: AttentionOptions, descales: Descales
+) -> _Inputs:
+    descales.refuse("quantised tensors carry their scales")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.role != name:
+            raise ValueError(f"{name} was quantised as {x.role}: each of q, k and v has a layout of its own")
+    if q.hadamard_seed != k.hadamard_seed:
+        raise ValueError(f"q was transformed with seed {q.hadamard_seed}, k with {k.hadamard_seed}: they must be equal")
+    q_facts, k_facts, v_facts = (_facts(x.shape, x.source_dtype, x.device) for x in (q, k, v))
+    problem = AttentionProblem(q_facts, k_facts, v_facts, options)
+
+    def operands() -> Operands:
+        mean = torch.zeros_like(v.scale) if v.mean is None else v.mean
+        scales = q.scale, k.scale, v.scale, mean
+        return Operands(q.data, k.data, v.data, *scales, q.rows_per_scale, k.rows_per_scale, k.shape[1])
+
+    return _Inputs(problem, operands)
+
+
+def _raw_inputs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions, descales: Descales
+) -> _Inputs:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.dtype != E4M3:
+            raise TypeError(f"{name} has dtype {x.dtype}; with another of q, k and v in {E4M3} all must have it")
+    q_facts, k_facts, v_facts = (TensorFacts.of(x)._replace(dtype=torch.bfloat16) for x in (q, k, v))
+    problem = AttentionProblem(q_facts, k_facts, v_facts, options)
+    problem.validate()
+    for name, x in (("q", q), ("v", v)):
+        _check_head_dim(name, x.shape[3])
+    batch, heads_k = problem.batch, problem.num_heads_k
+    q_factor, k_factor, v_factor = (descales.of_heads(name, batch, heads_k, q.device) for name in ("q", "k", "v"))
+
+    def operands() -> Operands:
+        group = problem.num_heads // heads_k
+        q_scale = q_factor[:, :, None].expand(batch, heads_k, group).reshape(batch, problem.num_heads, 1)
+        v_scale = v_factor[:, :, None].expand(batch, heads_k, problem.head_dim_v).contiguous()
+        engine: Any = reference_fp8 if q.device.type == "cpu" else launch_fp8
+        scales = q_scale, k_factor[:, :, None].contiguous(), v_scale, torch.zeros_like(v_scale)
+        return Operands(q, k, engine.transpose_values(v), *scales, WHOLE_SEQUENCE, WHOLE_SEQUENCE, problem.seqlen_k)
+
+    return _Inputs(problem, operands)
+
+
+def _facts(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> TensorFacts:
+    """Those of a contiguous tensor."""
+    _, seqlen, heads, head_dim = shape
+    return TensorFacts(shape, (seqlen * heads * head_dim, heads * head_dim, head_dim, 1), dtype, device)
+
+
+def _reference_attention(inputs: _Inputs, softmax_tensors: SoftmaxTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention in fp32 on what the quantised tensors stand for; the transform of q and k need not be undone."""
+    problem, options = inputs.problem, inputs.problem.options
+    q, k, v = inputs.operands().dequantized()
+    out, lse = reference.attention(
+        q,
+        k,
+        v,
+        softmax_scale=problem.softmax_scale,
+        causal=options.causal,
+        window_size=options.window_size,
+        attention_chunk=options.attention_chunk,
+        softcap=float(options.softcap),
+        learnable_sink=softmax_tensors.learnable_sink,
+        alibi_slopes=softmax_tensors.alibi_slopes,
+    )
+    return out.to(problem.dtype), lse
+
+
+class _Fp8Attention(torch.autograd.Function):
+    """FP8 forward, 16-bit backward: the gradient of attention at the 16-bit inputs, with the FP8 forward's out and LSE.
+
+    Saved for backward: q, k, v, out and LSE, as in the 16-bit attention.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        options: AttentionOptions,
+        recipe: Fp8Recipe,
+        accumulate: Accumulate,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = attention(*quantize(q, k, v, recipe), options, Descales(), accumulate, SoftmaxTensors())
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
+        if grad_out is None and grad_lse is None:
+            return (None,) * 6
+        saved = Saved(*ctx.saved_tensors)
+        if saved.q.is_cuda:
+            gradients = ops.kernel_gradients(saved, None, None, ctx.options, (grad_out, grad_lse))[:3]
+        else:
+            gradients = _reference_gradients(saved, ctx.options, grad_out, grad_lse)
+        needed = zip(gradients, ctx.needs_input_grad, strict=False)
+        return *(gradient if is_needed else None for gradient, is_needed in needed), None, None, None
+
+
+def _reference_gradients(
+    saved: Saved,
+    options: AttentionOptions,
+    grad_out: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:
+    """The same gradients for CPU tensors: those of attention at the 16-bit inputs."""
+    q, k, v = leaves = [x.detach().requires_grad_() for x in (saved.q, saved.k, saved.v)]
+    with torch.enable_grad():
+        results = ops.attention(q, k, v, options, SoftmaxTensors())
+    given = [(x, grad) for x, grad in zip(results, (grad_out, grad_lse), strict=True) if grad is not None]
+    outputs, grads = zip(*given, strict=True)
+    return torch.autograd.grad(outputs, leaves, grads, materialize_grads=True, allow_unused=True)
+
+
+def attention_from_16_bit(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: AttentionOptions,
+    recipe: Fp8Recipe,
+    accumulate: Accumulate,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise and attend; differentiable once with respect to q, k and v."""
+    check_accumulate(accumulate)
+    recipe.validate()
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_source(name, x)
+    AttentionProblem.from_tensors(q, k, v, options).validate()
+    result: tuple[torch.Tensor, torch.Tensor] = _Fp8Attention.apply(q, k, v, options, recipe, accumulate)
+    return result

@@ -1,0 +1,94 @@
+"""The FP8 forward kernel: e4m3 operands with scales, V transposed, a 16-bit O."""
+
+from typing import Any, ClassVar
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+
+from flashhopper.config import KernelSpec
+from flashhopper.kernels.cta import Cta
+from flashhopper.kernels.epilogue import Output
+from flashhopper.kernels.forward import ELEMENTS, WORKSPACE_INTS, ForwardKernel
+from flashhopper.kernels.fp8_mma import Fp8Consumer, Scales
+from flashhopper.kernels.fp8_softmax import make_fp8_softmax
+from flashhopper.kernels.mma import Consumer, Operands
+
+
+class Fp8ForwardKernel(ForwardKernel):
+    """Attention forward on e4m3 operands. V comes as ``(batch, heads_k, head_dim_v, slots)``: 8-bit WGMMAs want the
+    summed extent contiguous, and the order of keys within it matches P's registers."""
+
+    value_modes: ClassVar[list[int]] = [2, 3, 1, 0]
+    value_major = OperandMajorMode.K
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        workspace: cute.Tensor,
+        scale_Q: cute.Tensor,
+        scale_K: cute.Tensor,
+        scale_V: cute.Tensor,
+        mean_V: cute.Tensor,
+        log2_rows_Q: Int32,
+        log2_rows_K: Int32,
+        softmax_scale_log2: Float32,
+        max_ctas: Int32,
+        stream: Any,
+    ):
+        """As the 16-bit kernel, with V ``(batch, heads_k, head_dim_v, slots)``; scales fp32, of Q ``(batch, heads,
+        blocks)``, of K ``(batch, heads_k, blocks)``, of V and its mean ``(batch, heads_k, head_dim_v)``."""
+        scales = (scale_Q, scale_K, scale_V, mean_V, log2_rows_Q, log2_rows_K)
+        self.launch((mQ, mK, mV), (mO, mLSE, workspace), softmax_scale_log2, max_ctas, None, stream, scales)
+
+    def make_consumer(
+        self, cta: Cta, operands: Operands, output: Output, index: Int32, softmax_scale_log2: Float32, scales: tuple
+    ) -> Consumer:
+        softmax = make_fp8_softmax(self.spec.config.softmax, softmax_scale_log2)
+        return Fp8Consumer(cta, operands, softmax, output, index, Scales(scales[:4], scales[4:]))
+
+
+def compile_fp8_forward(spec: KernelSpec, options: str = "--enable-tvm-ffi") -> Any:
+    """Compile the kernel of a spec for the current target; needs neither a tensor nor a GPU.
+
+    The result takes ``(q, k, v, out, lse, workspace, scale_q, scale_k, scale_v, mean_v, log2_rows_q, log2_rows_k,
+    softmax_scale_log2, max_ctas)``, on torch's current stream.
+    """
+    batch, seqlen_q, seqlen_k, slots, heads, heads_k = (cute.sym_int() for _ in range(6))
+    head_dim, head_dim_v = (cute.sym_int(divisibility=16) for _ in range(2))
+
+    def tensor(dtype: Any, shape: tuple[Any, Any, Any, Any], unit: int) -> Any:
+        strides = tuple(cute.sym_int64(divisibility=unit) for _ in range(3))  # TMA: multiples of 16 bytes
+        return make_fake_tensor(ELEMENTS[dtype], shape, (*strides, 1), assumed_align=16)
+
+    def scales(num_heads: Any, extent: Any) -> Any:
+        strides = (cute.sym_int64(), cute.sym_int64())
+        return make_fake_tensor(Float32, (batch, num_heads, extent), (*strides, 1), assumed_align=4)
+
+    lse = make_fake_compact_tensor(Float32, (batch, heads, seqlen_q), stride_order=(2, 1, 0), assumed_align=4)
+    workspace = make_fake_compact_tensor(Int32, (WORKSPACE_INTS,), assumed_align=16)
+    return cute.compile(
+        Fp8ForwardKernel(spec),
+        tensor(spec.dtype, (batch, seqlen_q, heads, head_dim), 16),
+        tensor(spec.dtype, (batch, seqlen_k, heads_k, head_dim), 16),
+        tensor(spec.dtype, (batch, heads_k, head_dim_v, slots), 16),
+        tensor(spec.out_dtype, (batch, seqlen_q, heads, head_dim_v), 8),
+        lse,
+        workspace,
+        scales(heads, cute.sym_int()),
+        scales(heads_k, cute.sym_int()),
+        scales(heads_k, spec.head_dim_v),
+        scales(heads_k, spec.head_dim_v),
+        Int32(7),
+        Int32(7),
+        Float32(1.0),
+        Int32(1),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=options,
+    )

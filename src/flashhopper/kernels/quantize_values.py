@@ -1,0 +1,249 @@
+"""V to e4m3, transposed: statistics of each channel, its scale and mean, then the conversion.
+
+``reference_fp8.quantize_values`` is the specification; every operation here is the same fp32 operation in the same
+order.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+
+from flashhopper.config import ELEMENT_BYTES, FP8, QuantizeValuesSpec, ValueScalesSpec, ValueStatisticsSpec
+from flashhopper.kernels import ptx
+from flashhopper.kernels.forward import ELEMENTS
+from flashhopper.kernels.quantize import saturating, scale_of
+from flashhopper.kernels.values import divide
+
+VECTOR = 8  # channels of a thread at a time
+KEYS = 128  # of a CTA that transposes
+WORDS = KEYS // 4  # of four e4m3 keys
+PITCH = WORDS + 1  # words between channels in shared memory: neither writes nor reads conflict
+WARP = 32
+WARPS = 8
+STATISTICS_KEYS = 512
+LANES = 8  # threads that share a channel's keys
+SUM, LOWEST, HIGHEST = range(3)
+
+
+class ValueStatisticsKernel:
+    """Sum, minimum and maximum of the finite values of each channel, for one chunk of keys of a head per CTA."""
+
+    def __init__(self, spec: ValueStatisticsSpec):
+        self.spec = spec
+        self.groups = spec.head_dim // VECTOR
+
+    @cute.jit
+    def __call__(self, mV: cute.Tensor, mPartial: cute.Tensor, stream: Any):
+        """``mV`` ``(batch, seqlen, heads, head_dim)``, ``mPartial`` fp32 ``(batch, heads, chunks, 3, head_dim)``."""
+        num_ctas = cute.size(mPartial, mode=[0]) * cute.size(mPartial, mode=[1]) * cute.size(mPartial, mode=[2])
+        self.kernel(mV, mPartial).launch(grid=(num_ctas, 1, 1), block=(LANES * self.groups, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, mV: cute.Tensor, mPartial: cute.Tensor):
+        tidx, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        chunk_index, head = divide(cta, cute.size(mPartial, mode=[1]))
+        batch, chunk = divide(chunk_index, cute.size(mPartial, mode=[2]))
+        lane, group = divide(tidx, self.groups)
+        head_dim = self.spec.head_dim
+        results = cute.make_rmem_tensor((VECTOR, 3), Float32)
+        results[None, SUM].fill(0.0)
+        results[None, LOWEST].fill(Float32.inf)
+        results[None, HIGHEST].fill(-Float32.inf)
+        first = chunk * STATISTICS_KEYS + lane
+        steps = cutlass.min(STATISTICS_KEYS // LANES, (cute.size(mV, mode=[1]) - first + LANES - 1) // LANES)
+        for step in cutlass.range(steps, unroll=8):
+            gV = cute.domain_offset((group * VECTOR,), mV[batch, first + step * LANES, head, None])
+            values = cute.make_rmem_tensor((VECTOR,), mV.element_type)
+            cute.autovec_copy(cute.make_tensor(gV.iterator.align(16), cute.make_layout(VECTOR)), values)
+            for c in cutlass.range_constexpr(VECTOR):
+                x = values[c].to(Float32)
+                is_finite = cute.arch.fmax(x, -x) < Float32.inf  # false for NaN too: fmax of two NaN is NaN
+                results[c, SUM] = results[c, SUM] + (x if is_finite else Float32(0.0))
+                results[c, LOWEST] = cute.arch.fmin(results[c, LOWEST], x if is_finite else Float32.inf)
+                results[c, HIGHEST] = cute.arch.fmax(results[c, HIGHEST], x if is_finite else -Float32.inf)
+        shared = cutlass.memory.SmemAllocator().allocate_array(Float32, LANES * 3 * head_dim)
+        lanes = cute.make_tensor(shared, cute.make_layout((head_dim, 3, LANES)))
+        for c in cutlass.range_constexpr(VECTOR):
+            for kind in cutlass.range_constexpr(3):
+                lanes[group * VECTOR + c, kind, lane] = results[c, kind]
+        cute.arch.sync_threads()
+        total, lowest, highest = (lanes[tidx, kind, 0] for kind in range(3))  # a thread per channel
+        for i in cutlass.range_constexpr(1, LANES):
+            total = total + lanes[tidx, SUM, i]
+            lowest = cute.arch.fmin(lowest, lanes[tidx, LOWEST, i])
+            highest = cute.arch.fmax(highest, lanes[tidx, HIGHEST, i])
+        for kind, value in ((SUM, total), (LOWEST, lowest), (HIGHEST, highest)):
+            mPartial[batch, head, chunk, kind, tidx] = value
+
+
+class ValueScalesKernel:
+    """Scale, reciprocal and mean of each channel from the chunks' statistics: a CTA per head, a thread per channel."""
+
+    def __init__(self, spec: ValueScalesSpec):
+        self.spec = spec
+
+    @cute.jit
+    def __call__(
+        self,
+        mPartial: cute.Tensor,
+        mScale: cute.Tensor,
+        mInverse: cute.Tensor,
+        mMean: cute.Tensor,
+        one_over_keys: Float32,
+        stream: Any,
+    ):
+        """Out: fp32 ``(batch, heads, head_dim)`` each."""
+        num_ctas = cute.size(mPartial, mode=[0]) * cute.size(mPartial, mode=[1])
+        self.kernel(mPartial, mScale, mInverse, mMean, one_over_keys).launch(
+            grid=(num_ctas, 1, 1), block=(self.spec.head_dim, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mPartial: cute.Tensor,
+        mScale: cute.Tensor,
+        mInverse: cute.Tensor,
+        mMean: cute.Tensor,
+        one_over_keys: Float32,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        batch, head = divide(cta, cute.size(mPartial, mode=[1]))
+        total, lowest, highest = Float32(0.0), Float32.inf, -Float32.inf
+        for chunk in cutlass.range(cute.size(mPartial, mode=[2]), unroll=8):
+            total = total + mPartial[batch, head, chunk, SUM, tidx]
+            lowest = cute.arch.fmin(lowest, mPartial[batch, head, chunk, LOWEST, tidx])
+            highest = cute.arch.fmax(highest, mPartial[batch, head, chunk, HIGHEST, tidx])
+        mean = Float32(0.0)
+        if const_expr(self.spec.center):
+            mean = (total * one_over_keys).to(ELEMENTS[self.spec.dtype]).to(Float32)
+            if not cute.arch.fmax(mean, -mean) < Float32.inf:
+                mean = Float32(0.0)
+        amax = cute.arch.fmax(highest - mean, mean - lowest)
+        if not cute.arch.fmax(amax, -amax) < Float32.inf:
+            amax = Float32(0.0)
+        scale, inverse = scale_of(amax, self.spec.scales == "power_of_two")
+        mScale[batch, head, tidx] = scale
+        mInverse[batch, head, tidx] = inverse
+        mMean[batch, head, tidx] = mean
+
+
+class QuantizeValuesKernel:
+    """Converts and transposes 128 keys of a head per CTA; from e4m3 input, transposes alone.
+
+    A thread takes the four keys that share a word of the result, whose order is that of P's registers.
+    """
+
+    def __init__(self, spec: QuantizeValuesSpec):
+        self.spec, self.converts = spec, spec.dtype != FP8
+
+    @cute.jit
+    def __call__(self, mV: cute.Tensor, mInverse: Any, mMean: Any, mData: cute.Tensor, stream: Any):
+        """``mV`` ``(batch, seqlen, heads, head_dim)``; ``mInverse`` and ``mMean`` fp32 ``(batch, heads, head_dim)``,
+        None with e4m3; ``mData`` e4m3 ``(batch, heads, head_dim, slots)``, slots a multiple of 128."""
+        num_ctas = cute.size(mData, mode=[0]) * cute.size(mData, mode=[1]) * (cute.size(mData, mode=[3]) // KEYS)
+        self.kernel(mV, mInverse, mMean, mData).launch(grid=(num_ctas, 1, 1), block=(WARPS * WARP, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, mV: cute.Tensor, mInverse: Any, mMean: Any, mData: cute.Tensor):
+        head_dim = self.spec.head_dim
+        tidx, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        block_index, head = divide(cta, cute.size(mData, mode=[1]))
+        batch, block = divide(block_index, cute.size(mData, mode=[3]) // KEYS)
+        shared = cutlass.memory.SmemAllocator().allocate_array(Int32, head_dim * PITCH)
+        words = cute.make_tensor(shared, cute.make_layout((WORDS, head_dim), stride=(1, PITCH)))
+        warp, lane = divide(tidx, WARP)
+        column_blocks = (head_dim + WARP - 1) // WARP
+        for i in cutlass.range_constexpr((4 * column_blocks + WARPS - 1) // WARPS):
+            unit = warp + WARPS * i  # 8 words by 32 channels: rows are read 64 bytes at a time
+            word, column = unit % 4 * 8 + lane // 4, unit // 4 * WARP + lane % 4 * VECTOR
+            if column < head_dim:
+                self.convert(mV[batch, None, head, None], mInverse, mMean, (batch, head, column), block, word, words)
+        cute.arch.sync_threads()
+        for i in cutlass.range_constexpr(column_blocks):
+            channel, part = i * WARP + tidx // 8, tidx % 8
+            if channel < head_dim:
+                four = cute.make_rmem_tensor((4,), Int32)
+                for w in cutlass.range_constexpr(4):
+                    four[w] = words[4 * part + w, channel]
+                gData = cute.domain_offset((block * KEYS + 16 * part,), mData[batch, head, channel, None])
+                target = cute.recast_ptr(gData.iterator.align(16), dtype=Int32)
+                cute.autovec_copy(four, cute.make_tensor(target, cute.make_layout(4)))
+
+    @cute.jit
+    def convert(
+        self,
+        gV: cute.Tensor,
+        mInverse: Any,
+        mMean: Any,
+        place: tuple,
+        block: Int32,
+        word: Int32,
+        words: cute.Tensor,
+    ):
+        """Eight channels of the four keys of one word; keys past the end are 0."""
+        batch, head, column = place
+        values = cute.make_rmem_tensor((VECTOR, 4), gV.element_type)
+        cute.recast_tensor(values, Int32).fill(0)
+        for j in cutlass.range_constexpr(4):
+            key = block * KEYS + word // 4 * 16 + 8 * (j // 2) + 2 * (word % 4) + j % 2
+            if key < gV.shape[0]:
+                source = cute.domain_offset((column,), gV[key, None])
+                pointer = source.iterator.align(VECTOR * ELEMENT_BYTES[self.spec.dtype])
+                cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(VECTOR)), values[None, j])
+        numbers = cute.make_rmem_tensor((VECTOR, 4), Float32)
+        numbers.store(values.load().to(Float32))
+        if const_expr(self.converts):
+            for j in cutlass.range_constexpr(4):
+                key = block * KEYS + word // 4 * 16 + 8 * (j // 2) + 2 * (word % 4) + j % 2
+                for c in cutlass.range_constexpr(VECTOR):
+                    mean, inverse = mMean[batch, head, column + c], mInverse[batch, head, column + c]
+                    y = saturating((numbers[c, j] - mean) * inverse)
+                    numbers[c, j] = y if key < gV.shape[0] else Float32(0.0)
+        for c in cutlass.range_constexpr(VECTOR):
+            words[word, column + c] = ptx.pack_e4m3(tuple(numbers[c, j] for j in range(4)))
+
+
+def _values(spec: Any, batch: Any, heads: Any) -> Any:
+    strides = tuple(cute.sym_int64(divisibility=16 // ELEMENT_BYTES[spec.dtype]) for _ in range(3))
+    shape = (batch, cute.sym_int(), heads, spec.head_dim)
+    return make_fake_tensor(ELEMENTS[spec.dtype], shape, (*strides, 1), assumed_align=16)
+
+
+def _compact(element: Any, shape: tuple) -> Any:
+    order = tuple(reversed(range(len(shape))))
+    return make_fake_compact_tensor(element, shape, stride_order=order, assumed_align=16)
+
+
+def compile_value_statistics(spec: ValueStatisticsSpec, options: str = "--enable-tvm-ffi") -> Any:
+    """The result takes ``(v, partial)``, on torch's current stream."""
+    batch, heads, chunks = (cute.sym_int() for _ in range(3))
+    partial = _compact(Float32, (batch, heads, chunks, 3, spec.head_dim))
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    return cute.compile(ValueStatisticsKernel(spec), _values(spec, batch, heads), partial, stream, options=options)
+
+
+def compile_value_scales(spec: ValueScalesSpec, options: str = "--enable-tvm-ffi") -> Any:
+    """The result takes ``(partial, scale, inverse, mean, 1 / seqlen)``, on torch's current stream."""
+    batch, heads, chunks = (cute.sym_int() for _ in range(3))
+    channels = [_compact(Float32, (batch, heads, spec.head_dim)) for _ in range(3)]
+    partial = _compact(Float32, (batch, heads, chunks, 3, spec.head_dim))
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    return cute.compile(ValueScalesKernel(spec), partial, *channels, Float32(1.0), stream, options=options)
+
+
+def compile_quantize_values(spec: QuantizeValuesSpec, options: str = "--enable-tvm-ffi") -> Any:
+    """The result takes ``(v, inverse, mean, data)``, inverse and mean None with e4m3, on torch's current stream."""
+    batch, heads = (cute.sym_int() for _ in range(2))
+    channels = [_compact(Float32, (batch, heads, spec.head_dim)) if spec.dtype != FP8 else None for _ in range(2)]
+    data = _compact(ELEMENTS[FP8], (batch, heads, spec.head_dim, cute.sym_int(divisibility=KEYS)))
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    return cute.compile(
+        QuantizeValuesKernel(spec), _values(spec, batch, heads), *channels, data, stream, options=options
+    )

@@ -1,0 +1,58 @@
+"""The FP8 kernels, compiled for sm_90a: what ptxas and the disassembler find in them. No GPU."""
+
+from __future__ import annotations
+
+import pytest
+from test_tile_table import Compilation
+
+from flashhopper.config import KernelSpec, QuantizeRowsSpec, QuantizeSpec, QuantizeValuesSpec
+from flashhopper.heuristics import fp8_specs, quantize_specs
+from flashhopper.inspect_kernel import CompileReport, compile_report
+
+# O's type changes the epilogue alone: one head dim with both.
+FORWARD = [spec for spec in fp8_specs() if spec.out_dtype == "bfloat16" or spec.head_dim == 128]
+QUANTIZE = [spec for spec in quantize_specs() if spec.dtype != "float16"]
+OTHERS = [
+    QuantizeRowsSpec("float16", 80, 64, "amax", False),
+    QuantizeRowsSpec("bfloat16", 16, 128, "power_of_two", True),
+    QuantizeValuesSpec("float16", 80),
+]
+
+
+def assert_nothing_in_local_memory(report: CompileReport) -> None:
+    in_local_memory = (report.spill_bytes, report.stack_bytes, report.local_loads, report.local_stores)
+    assert in_local_memory == (0, 0, 0, 0), "spill bytes, stack bytes, local loads, local stores"
+    assert not {code for code in report.remark_codes if code.startswith("C75")}, report.remarks
+
+
+@pytest.mark.parametrize("spec", FORWARD, ids=lambda spec: spec.name)
+def test_forward(spec: KernelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    compilation = Compilation(monkeypatch)
+    report = compile_report(spec, compilation)
+    config = spec.config
+    assert_nothing_in_local_memory(report)
+    assert report.registers == config.registers().entry
+    assert report.opcodes.get("HGMMA", 0) == 0
+    chunks = spec.head_dim_v // (config.two_level_columns or spec.head_dim_v)
+    assert report.opcodes.get("QGMMA", 0) >= spec.head_dim // 32 + chunks * config.tile_n // 32
+    assert report.opcodes.get("UTMALDG", 0) >= 3  # Q, K, V
+    assert report.opcodes.get("UTMASTG", 0) >= 1  # O
+    assert report.opcodes.get("USETMAXREG", 0) == 2
+    # P: two values an instruction, in the first block, the masked loop, and the unmasked loop with its guard.
+    assert report.sass.count("F2FP.SATFINITE.E4M3") >= 4 * config.tile_n // 4
+    smem = config.smem_bytes(spec.head_dim, spec.head_dim_v, element_bytes=1)
+    assert compilation.storage_bytes == {smem}
+    assert f"llvm.mlir.constant({smem} : i64)" in compilation.host_code, "the launch asks for another amount"
+
+
+@pytest.mark.parametrize("spec", [*QUANTIZE, *OTHERS], ids=lambda spec: spec.name)
+def test_quantising(spec: QuantizeSpec) -> None:
+    report = compile_report(spec)
+    assert_nothing_in_local_memory(report)
+    assert report.opcodes.get("LDG", 0) >= 1
+    assert report.opcodes.get("STG", 0) >= 1
+    if isinstance(spec, QuantizeRowsSpec):  # 16 bytes a load and a store
+        assert report.sass.count("LDG.E.128") == report.opcodes["LDG"] >= 2
+        assert report.sass.count("STG.E.128") == report.opcodes["STG"] - 1  # and a scale
+    if isinstance(spec, QuantizeValuesSpec):
+        assert report.sass.count("STG.E.128") == report.opcodes["STG"]
