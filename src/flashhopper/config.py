@@ -350,7 +350,7 @@ class BackwardConfig:
     def smem_bytes(self, head_dim: int, head_dim_v: int, element_bytes: int = 2) -> int:
         """Bytes of shared memory of one CTA, computed as ``kernels/backward_smem.py`` lays it out."""
         stages = self.num_q_stages + self.num_do_stages + self.num_ds_stages + self.num_dq_stages
-        barriers = 8 * (4 + 2 * stages) + 12  # K's and V's, the rings', and the tile's coordinates
+        barriers = 8 * (4 + 2 * stages) + 28  # K's and V's, the rings', and the tile's coordinates
         statistics = 4 * self.tile_m * (self.num_q_stages + self.num_do_stages)
         keys = self.tile_n * (head_dim + head_dim_v) * element_bytes
         rows = (self.num_q_stages * head_dim + self.num_do_stages * head_dim_v) * self.tile_m * element_bytes
