@@ -25,7 +25,7 @@ LOAD = """
 import sys, torch
 from flashhopper import compiler
 from flashhopper.compiler import KernelCache
-from flashhopper.config import ForwardConfig, KernelSpec
+from flashhopper.config import Features, ForwardConfig, KernelSpec
 compiler._sources = compiler.source_digest = lambda: "digest"
 
 def compile_function(spec):

@@ -24,7 +24,7 @@ def environment(**variables: str) -> dict[str, str]:
 def test_key_is_the_same_in_another_process() -> None:
     code = f"""
 from flashhopper.compiler import kernel_key
-from flashhopper.config import ForwardConfig, KernelSpec
+from flashhopper.config import Features, ForwardConfig, KernelSpec
 from flashhopper.toolchain import Toolchain
 print(kernel_key({SPEC!r}, {TOOLCHAIN!r}, "sources"))
 """
@@ -38,7 +38,7 @@ import os, sys, time
 from pathlib import Path
 from flashhopper import compiler, kernel_binary
 from flashhopper.compiler import KernelCache
-from flashhopper.config import ForwardConfig, KernelSpec
+from flashhopper.config import Features, ForwardConfig, KernelSpec
 kernel_binary._LINKERS = ()
 compiler._sources = compiler.source_digest = lambda: "digest"
 ready, go = map(Path, sys.argv[1:])
@@ -78,7 +78,7 @@ def test_two_processes_compiling_at_once_both_succeed(tmp_path: Path) -> None:
 ANNOUNCE = """
 import logging, os, sys
 from flashhopper import compiler, kernel_binary
-from flashhopper.config import ForwardConfig, KernelSpec
+from flashhopper.config import Features, ForwardConfig, KernelSpec
 kernel_binary._LINKERS = ()
 compiler._sources = compiler.source_digest = lambda: "digest"
 

@@ -60,10 +60,10 @@ class ValueConsumer(BackwardConsumer):
         lse = self.math.load_rows(self.math.sLSE, state.q.stage)
         warpgroup.wait_group(0)
         self.to_probabilities(place, state, number, self.acc_S, lse, self.rP, self.rF)
-        self.release(rings.Q, state.q)
         ptx.named_barrier_wait(BackwardBarrier.P_EMPTY, NUM_CONSUMERS * WARPGROUP_THREADS)
         exchanged = self.rP if const_expr(self.cta.features.softcap is None) else self.rF
         self.copy_words(packed(exchanged), self.exchanged_P)
+        self.release(rings.Q, state.q)  # now that all of LSE has been used: see KeyConsumer
         ptx.named_barrier_arrive(BackwardBarrier.P_FULL, NUM_CONSUMERS * WARPGROUP_THREADS)
         rings.dO.wait(state.do)
         warpgroup.fence()
@@ -119,8 +119,9 @@ class KeyConsumer(BackwardConsumer):
         rings.Q.wait(state.q)
         warpgroup.fence()
         gemm(self.mmas.mma_dK, self.acc_dK, self.rdS, self.desc_Qt[None, None, None, state.q.stage], False)
-        # Not before delta has been used: the arrival overtakes loads under way, and with one stage the next delta
-        # overwrote what they were about to read.
+        # Not before delta has been used. The arrival does not wait for loads under way, and nothing else orders them
+        # before the bulk copy that it permits (another proxy: PTX ISA 8.6): with one stage it overwrote what they were
+        # about to read.
         self.release(rings.dO, state.do)
         self.send_score_gradients(state)
         warpgroup.wait_group(0)
