@@ -234,6 +234,7 @@ class _KernelPlan:
         self.problem = problem
         self.device, self.device_index, self.dtype = problem.device, problem.device.index, problem.dtype
         self.out_shape, self.lse_shape = problem.out_shape, problem.lse_shape
+        self.has_keys = problem.rows_k > 0
         self.scales, self.window = KernelScales.of(problem), kernel_window(problem)
         self.max_ctas = num_sms - problem.options.sm_margin
         views = [TmaView(given) for given in facts]
@@ -262,10 +263,10 @@ class _KernelPlan:
     ) -> ForwardResult:
         if ragged is not None:
             q, k, v = (tensor.unsqueeze(0) for tensor in (q, k, v))
-            if self.problem.rows_k == 0:  # all that is left of the softmax is the sink; TMA needs a row to look at
-                k, v = (tensor.new_zeros((1, 1, *tensor.shape[2:])) for tensor in (k, v))
         if self.views is not None:
             q, k, v = (view(tensor) for view, tensor in zip(self.views, (q, k, v), strict=True))
+        if not self.has_keys:  # all that is left of the softmax is the sink; TMA needs a row to look at
+            k, v = (tensor.new_zeros((1, 1, *tensor.shape[2:])) for tensor in (k, v))
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_ALIGNMENT:
             q, k, v = map(aligned, (q, k, v))
         out = torch.empty(self.out_shape, dtype=self.dtype, device=self.device)
