@@ -250,8 +250,9 @@ def flash_attn_varlen_func(
         seqused_k: the same for k and v. Rows that are not used are never read into a result, whatever they hold.
         softmax_scale, causal, window_size, attention_chunk, softcap, learnable_sink, alibi_slopes: as in
             :func:`flash_attn_func`, the used lengths of each sequence being its ``seqlen_q`` and ``seqlen_k``.
-        qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, deterministic, sm_margin, return_attn_probs,
-            return_lse: as in :func:`flash_attn_func`.
+        qv, num_splits, pack_gqa, deterministic, sm_margin, return_attn_probs, return_lse: as in
+            :func:`flash_attn_func`.
+        q_descale, k_descale, v_descale: only None is accepted today.
 
     The contents of ``cu_seqlens`` and ``seqused`` are checked on the CPU. On CUDA tensors, where that would wait for
     the GPU, only their types and shapes are: the caller answers for what is in them.
