@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given as draw
+from hypothesis import strategies as st
+from row_by_row import sees
 
 from flashhopper.config import PLAIN, BackwardSpec, Features, KernelSpec
 from flashhopper.heuristics import (
@@ -115,6 +118,33 @@ def test_windows_and_ragged_batches_take_the_rows_of_causal_masks() -> None:
 )
 def test_sides_of_windows_fit_32_bits(window_size: tuple[int, int], chunk: int, expected: Any) -> None:
     assert kernel_window(problem(window_size=window_size, attention_chunk=chunk)) == expected
+
+
+SIDE = st.one_of(st.just(-1), st.integers(0, 9), st.just(2**40))
+
+
+@draw(
+    lengths=st.tuples(st.integers(1, 8), st.integers(1, 8)),
+    causal=st.booleans(),
+    sides=st.tuples(SIDE, SIDE),
+    chunk=st.one_of(st.just(0), st.integers(1, 9), st.just(2**40)),
+)
+def test_what_kernels_get_hides_what_the_options_hide(
+    lengths: tuple[int, int], causal: bool, sides: tuple[int, int], chunk: int
+) -> None:
+    """Pair by pair, from the definition: the spec's causal flag with the window that the launcher hands over."""
+    one = TensorFacts.of(torch.empty(1, 1, 1, 64, dtype=torch.bfloat16))._replace(device=CARD)
+    q, k = (one._replace(shape=(1, seqlen, 1, 64)) for seqlen in lengths)
+    options = AttentionOptions(causal=causal, window_size=sides, attention_chunk=chunk)
+    asked = AttentionProblem(q, k, k, options).validate()
+    forward, backward, window = select_spec(asked), select_backward_spec(asked), kernel_window(asked)
+    assert forward.causal == backward.causal
+    assert forward.features == backward.features == Features(window=window is not None, chunk=chunk > 0)
+    left, right, found_chunk = window or (UNBOUNDED, UNBOUNDED, 1)
+    found_chunk = found_chunk if forward.features.chunk else 0
+    for i, j in itertools.product(*map(range, lengths)):
+        found = sees(i, j, *lengths, forward.causal, (left, right), found_chunk)
+        assert found == sees(i, j, *lengths, causal, sides, chunk)
 
 
 def test_scales() -> None:

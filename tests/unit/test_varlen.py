@@ -345,6 +345,52 @@ def test_the_kernels_of_a_ragged_batch(asked: list[AnySpec]) -> None:
     assert after == PostprocessSpec("bfloat16", 64, ragged=True)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_workspaces_of_a_ragged_backward(asked: list[AnySpec], deterministic: bool) -> None:
+    """One batch entry of padded rows: 7 rows in 2 sequences take a block of 128 each, and there is one to spare."""
+    problem, _ = ragged_on_card()
+    problem = problem._replace(options=AttentionOptions(deterministic=deterministic))
+    out = problem.q._replace(shape=problem.out_shape, stride=(problem.num_heads * 32, 32, 1))
+    made = backward_module._plan.__wrapped__(problem, (out, out), (), None, False, None)
+    assert made is not None
+    main = asked[3]
+    assert isinstance(main, BackwardSpec)
+    assert made.statistics_shape == (2, 1, 6, 384)
+    assert made.accumulator_shape == (6, 6, 64 * 64)
+    assert made.chunked_shape == (6, 6, 64 // main.config.dq_columns, 64 * main.config.dq_columns)
+    semaphores = (6, 384 // main.config.tile_m)
+    assert made.semaphores_shape == (semaphores if deterministic else None)
+    assert made.workspace_words == 1 + math.prod(semaphores) * deterministic
+    assert made.schedules is not None
+    by_keys, by_queries = made.schedules
+    assert by_keys.sizes == (9, main.config.tile_n, 3)
+    assert by_queries.sizes == (7, 128, 6)
+
+
+@pytest.mark.parametrize("has_sink", [False, True])
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_without_keys_only_a_ragged_batch_with_a_sink_needs_a_kernel(
+    asked: list[AnySpec], is_ragged: bool, has_sink: bool
+) -> None:
+    """Which rows are a sequence's, and so have the sink in their LSE, is known to the device alone."""
+    problem, _ = ragged_on_card()
+    without = [x._replace(shape=(0, *x.shape[1:])) for x in (problem.k, problem.v)]
+    problem = problem._replace(k=without[0], v=without[1])
+    if not is_ragged:
+        problem = AttentionProblem(*map(launch.with_batch, problem[:3]), AttentionOptions())
+    made = launch._plan.__wrapped__(problem, (), None, launch.Given(True, False) if has_sink else None)
+    if is_ragged and has_sink:
+        assert isinstance(made, launch._KernelPlan)
+        assert [type(spec) for spec in asked] == [ScheduleSpec, KernelSpec]
+        return
+    assert asked == []
+    q, sink = torch.ones(problem.q.shape), torch.randn(6)
+    out, lse = made(q, q, q, SoftmaxTensors(learnable_sink=sink if has_sink else None))
+    assert torch.equal(out, torch.zeros(problem.out_shape))
+    per_head = sink if has_sink else torch.full((6,), -math.inf)
+    assert torch.equal(lse, per_head[:, None].expand(problem.lse_shape))
+
+
 def test_a_schedule_has_room_for_every_batch(asked: list[AnySpec]) -> None:
     problem, _ = ragged_on_card()
     assert problem.ragged is not None
@@ -353,6 +399,36 @@ def test_a_schedule_has_room_for_every_batch(asked: list[AnySpec]) -> None:
     assert schedule.max_tiles == (1000 // 128 + 4) * 3
     with pytest.raises(ValueError, match="1000 rows in 2 sequences are more than 2147418112 tiles"):
         launch.Schedule(problem.ragged, by_keys=True, total_rows=1000, tile_rows=1, heads=2**22)
+
+
+def test_a_schedule_is_refused_from_one_tile_over_the_limit(asked: list[AnySpec]) -> None:
+    problem, _ = ragged_on_card()
+    assert problem.ragged is not None
+    rows = launch.MAX_TILES - 4  # 2 sequences and what they leave unused have 4 more
+    schedule = launch.Schedule(problem.ragged, by_keys=False, total_rows=rows, tile_rows=1, heads=1)
+    assert schedule.max_tiles == launch.MAX_TILES < 2**31
+    with pytest.raises(ValueError, match=f"{rows + 1} rows in 2 sequences are more than {launch.MAX_TILES} tiles"):
+        launch.Schedule(problem.ragged, by_keys=False, total_rows=rows + 1, tile_rows=1, heads=1)
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+def test_what_the_schedule_kernel_is_given(monkeypatch: pytest.MonkeyPatch, by_keys: bool) -> None:
+    """The side that is cut into tiles first, and room for 2 records a sequence."""
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(launch, "get_kernel", lambda spec: lambda *arguments: calls.append(arguments))
+    problem, ragged = ragged_on_card()
+    assert problem.ragged is not None
+    schedule = launch.Schedule(problem.ragged, by_keys=by_keys, total_rows=9, tile_rows=64, heads=3)
+    records, first_tiles = schedule(ragged)
+    q, k = (ragged.cu_seqlens_q, ragged.seqused_q), (ragged.cu_seqlens_k, ragged.seqused_k)
+    (cu_rows, used_rows), (cu_others, used_others) = (k, q) if by_keys else (q, k)
+    ((*lengths, given_records, given_first_tiles, total_rows, tile_rows, heads),) = calls
+    for found, sent in zip(lengths, (cu_rows, cu_others, used_rows, used_others), strict=True):
+        assert found is sent
+    assert (total_rows, tile_rows, heads) == (9, 64, 3)
+    assert (given_records.data_ptr(), given_first_tiles.data_ptr()) == (records.data_ptr(), first_tiles.data_ptr())
+    assert (records.shape, first_tiles.shape) == ((2 * 2 * ragged_kernels.RECORD_WORDS,), (2 * 2 + 1,))
+    assert records.dtype == first_tiles.dtype == I32
 
 
 @given(
