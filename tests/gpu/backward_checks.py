@@ -171,6 +171,7 @@ def plain_attention(
     softmax_scale: float,
     softcap: float = 0.0,
     learnable_sink: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     **masks: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention as anyone writes it in PyTorch, every step rounded to the dtype of the inputs.
@@ -182,6 +183,10 @@ def plain_attention(
     scores = (q * softmax_scale) @ k.transpose(-1, -2)  # in this order float16 does not overflow
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        rows, keys = (torch.arange(length, device=q.device) for length in (seqlen_q, seqlen_k))
+        distance = (rows[:, None] + seqlen_k - seqlen_q - keys).abs().to(scores)
+        scores = scores - alibi_slopes.to(scores).expand(q.shape[0], -1)[:, :, None, None] * distance
     hidden = hidden_pairs(seqlen_q, seqlen_k, q.device, **masks)
     blind = hidden.all(dim=1)
     if learnable_sink is not None:  # a key more, of value 0
