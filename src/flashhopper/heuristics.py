@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import NamedTuple
 
 from flashhopper.config import (
     FP8,
-    KEYS_PER_SCALE,
-    PLAIN,
-    QUERIES_PER_SCALE,
-    AnySpec,
     BackwardConfig,
     BackwardSpec,
     Dtype,
     Features,
     ForwardConfig,
     KernelSpec,
-    PostprocessSpec,
-    PreprocessSpec,
-    QuantizeRowsSpec,
-    QuantizeSpec,
-    QuantizeValuesSpec,
-    ScheduleSpec,
-    ValueScalesSpec,
-    ValueStatisticsSpec,
 )
 from flashhopper.problem import DTYPES, AttentionProblem
 
@@ -303,32 +290,6 @@ def select_fp8_spec(problem: AttentionProblem, fast: bool, config: ForwardConfig
     raise AssertionError(f"no row of FP8_TABLE covers {problem}")
 
 
-def fp8_specs() -> list[KernelSpec]:
-    """Every kernel that :func:`select_fp8_spec` can choose."""
-    flags = (False, True)
-    return [
-        row.spec(dtype, causal, fast)
-        for row in FP8_TABLE
-        for dtype in DTYPES.values()
-        for causal in flags
-        for fast in flags
-    ]
-
-
-def quantize_specs() -> list[QuantizeSpec]:
-    """The kernels that quantise with the default options, for the head dims of the table."""
-    specs: list[QuantizeSpec] = []
-    for head_dim in sorted({row.head_dim for row in FP8_TABLE}):
-        specs.append(QuantizeValuesSpec(FP8, head_dim))
-        for dtype in DTYPES.values():
-            specs.append(QuantizeRowsSpec(dtype, head_dim, QUERIES_PER_SCALE, "power_of_two", True))
-            specs.append(QuantizeRowsSpec(dtype, head_dim, KEYS_PER_SCALE, "power_of_two", True))
-            specs.append(ValueStatisticsSpec(dtype, head_dim))
-            specs.append(ValueScalesSpec(dtype, head_dim, "power_of_two", True))
-            specs.append(QuantizeValuesSpec(dtype, head_dim))
-    return specs
-
-
 def select_row(problem: AttentionProblem) -> TileRow:
     """The row of the table that serves a validated problem."""
     for row in TILE_TABLE:
@@ -341,7 +302,7 @@ def select_row(problem: AttentionProblem) -> TileRow:
 
 def select_config(problem: AttentionProblem) -> ForwardConfig:
     """The table's configuration for a validated problem."""
-    return _for_dtype(select_row(problem).config, DTYPES[problem.dtype])
+    return for_dtype(select_row(problem).config, DTYPES[problem.dtype])
 
 
 def select_spec(
@@ -351,7 +312,7 @@ def select_spec(
     row = select_row(problem)
     dtype = DTYPES[problem.dtype]
     features = features_of(problem) if features is None else features
-    chosen = for_features(_for_dtype(row.config, dtype), features) if config is None else config
+    chosen = for_features(for_dtype(row.config, dtype), features) if config is None else config
     return KernelSpec(dtype, row.head_dim, row.head_dim_v, problem.mask.causal, chosen, features)
 
 
@@ -378,12 +339,12 @@ def select_backward_spec(
     row = select_backward_row(problem)
     dims = row.head_dim, row.head_dim_v
     features = replace(features_of(problem) if features is None else features, sink=False)
-    chosen = _with_fewer_registers(row, features) if config is None else config
+    chosen = with_fewer_registers(row, features) if config is None else config
     flags = problem.mask.causal, problem.options.deterministic
     return BackwardSpec(DTYPES[problem.dtype], *dims, *flags, chosen, features)
 
 
-def _with_fewer_registers(row: BackwardRow, features: Features) -> BackwardConfig:
+def with_fewer_registers(row: BackwardRow, features: Features) -> BackwardConfig:
     """Softcap keeps a factor per score, ALiBi a distance: what spills with the table's tiles gets smaller ones."""
     dims = row.head_dim, row.head_dim_v
     if dims == (64, 64) and (features.softcap or features.alibi):
@@ -393,69 +354,6 @@ def _with_fewer_registers(row: BackwardRow, features: Features) -> BackwardConfi
     return row.config
 
 
-def all_specs(features: Features = PLAIN) -> list[AnySpec]:
-    """Every kernel that a call with exactly these features can choose."""
-    flags = (False, True)
-    schedules = [ScheduleSpec(*used) for used in itertools.product(flags, flags)] if features.ragged else []
-    fp8 = [*fp8_specs(), *quantize_specs()] if features == PLAIN else []
-    return [*forward_specs(features), *backward_specs(features), *schedules, *fp8]
-
-
-def _masks(features: Features) -> list[tuple[bool, bool]]:
-    """The causal flags of specs, each with that of the tables' rows that serve it: see :func:`is_masked`."""
-    if features.window:
-        return [(False, True)]
-    return [(causal, causal or features.ragged) for causal in (False, True)]
-
-
-def backward_specs(features: Features = PLAIN) -> list[AnySpec]:
-    """Every kernel of the backward: before, main and after."""
-    flags, features = (False, True), replace(features, sink=False)
-    dims = list(dict.fromkeys((row.head_dim, row.head_dim_v) for row in BACKWARD_TABLE))
-    main = [
-        BackwardSpec(
-            dtype, row.head_dim, row.head_dim_v, causal, deterministic, _with_fewer_registers(row, features), features
-        )
-        for row in BACKWARD_TABLE
-        for dtype in DTYPES.values()
-        for causal, is_masked in _masks(features)
-        if row.causal in (None, is_masked)
-        for deterministic in flags
-    ]
-    return [
-        *dict.fromkeys(main),  # smaller tiles may make two rows one
-        *(
-            PreprocessSpec(dtype, *pair, flag, features.ragged)
-            for pair in dims
-            for dtype in DTYPES.values()
-            for flag in flags
-        ),
-        *(
-            PostprocessSpec(dtype, d, features.ragged)
-            for d in sorted({d for d, _ in dims})
-            for dtype in DTYPES.values()
-        ),
-    ]
-
-
-def forward_specs(features: Features = PLAIN) -> list[KernelSpec]:
-    """Every kernel that :func:`select_spec` can choose for calls with exactly these features."""
-    return [
-        KernelSpec(
-            dtype,
-            row.head_dim,
-            row.head_dim_v,
-            causal,
-            for_features(_for_dtype(row.config, dtype), features),
-            features,
-        )
-        for row in TILE_TABLE
-        for causal, is_masked in _masks(features)
-        if row.causal == is_masked
-        for dtype in DTYPES.values()
-    ]
-
-
-def _for_dtype(config: ForwardConfig, dtype: Dtype) -> ForwardConfig:
+def for_dtype(config: ForwardConfig, dtype: Dtype) -> ForwardConfig:
     """float16 ends at 65504, so that its P needs the true row maximum."""
     return replace(config, softmax="exact") if dtype == "float16" else config

@@ -14,8 +14,8 @@ from test_fp8_kernels import assert_nothing_in_local_memory
 from test_tile_table import Compilation
 
 from flashhopper.config import BackwardSpec, Features, KernelSpec, PostprocessSpec, PreprocessSpec, ScheduleSpec
-from flashhopper.heuristics import backward_specs, forward_specs
 from flashhopper.inspect_kernel import compile_report
+from flashhopper.kernel_list import backward_specs, forward_specs
 
 WINDOW, RAGGED, SOFTCAP = Features(window=True), Features(ragged=True), Features(softcap=True)
 FORWARD = {

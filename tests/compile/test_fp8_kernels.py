@@ -6,8 +6,8 @@ import pytest
 from test_tile_table import Compilation
 
 from flashhopper.config import KernelSpec, QuantizeRowsSpec, QuantizeSpec, QuantizeValuesSpec
-from flashhopper.heuristics import fp8_specs, quantize_specs
 from flashhopper.inspect_kernel import CompileReport, compile_report
+from flashhopper.kernel_list import fp8_specs, quantize_specs
 
 # O's type changes the epilogue alone: one head dim with both.
 FORWARD = [spec for spec in fp8_specs() if spec.out_dtype == "bfloat16" or spec.head_dim == 128]

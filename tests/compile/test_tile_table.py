@@ -17,8 +17,8 @@ from flashhopper.config import (
     BackwardSpec,
     KernelSpec,
 )
-from flashhopper.heuristics import backward_specs, forward_specs
 from flashhopper.inspect_kernel import compile_report
+from flashhopper.kernel_list import backward_specs, forward_specs
 
 
 class Compilation:

@@ -10,7 +10,7 @@ from extra_specs import EXTRA_SPECS
 
 from flashhopper import launch
 from flashhopper.config import KernelSpec
-from flashhopper.heuristics import forward_specs
+from flashhopper.kernel_list import forward_specs
 from flashhopper.problem import AttentionOptions
 from flashhopper.reference import attention
 

@@ -27,7 +27,8 @@ from tolerance import root_mean_square
 
 from flashhopper import flash_attn_func, launch, launch_backward
 from flashhopper.config import BackwardSpec
-from flashhopper.heuristics import backward_specs, select_backward_spec
+from flashhopper.heuristics import select_backward_spec
+from flashhopper.kernel_list import backward_specs
 from flashhopper.problem import AttentionOptions, AttentionProblem
 from flashhopper.reference import attention
 

@@ -12,7 +12,8 @@ from checks import BF16, FP16, TORCH_DTYPES, Shape, assert_same_bits, check, com
 from tolerance import assert_lse_close, assert_within_own_roundings
 
 from flashhopper.config import KernelSpec
-from flashhopper.heuristics import TILE_TABLE, forward_specs
+from flashhopper.heuristics import TILE_TABLE
+from flashhopper.kernel_list import forward_specs
 from flashhopper.reference import attention
 
 HEAD_DIMS = range(8, 257, 8)

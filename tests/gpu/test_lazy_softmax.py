@@ -28,7 +28,7 @@ from extra_specs import EXTRA_SPECS
 from tolerance import assert_lse_close, assert_within_own_roundings
 
 from flashhopper.config import KernelSpec
-from flashhopper.heuristics import forward_specs
+from flashhopper.kernel_list import forward_specs
 from flashhopper.reference import attention, emulate_forward
 
 BLOCKS = 6

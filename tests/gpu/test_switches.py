@@ -12,7 +12,8 @@ from extra_specs import EXTRA_SPECS
 
 from flashhopper import flash_attn_func
 from flashhopper.config import ForwardConfig, KernelSpec
-from flashhopper.heuristics import forward_specs, select_spec
+from flashhopper.heuristics import select_spec
+from flashhopper.kernel_list import forward_specs
 from flashhopper.problem import AttentionOptions, AttentionProblem
 
 SWITCHES = {

@@ -44,9 +44,9 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile table of SPECS."""
-    heuristics = types.ModuleType("flashhopper.heuristics")
-    vars(heuristics)["all_specs"] = lambda features: TABLES.get(features, [])
-    monkeypatch.setitem(sys.modules, "flashhopper.heuristics", heuristics)
+    kernel_list = types.ModuleType("flashhopper.kernel_list")
+    vars(kernel_list)["all_specs"] = lambda features: TABLES.get(features, [])
+    monkeypatch.setitem(sys.modules, "flashhopper.kernel_list", kernel_list)
 
 
 @pytest.fixture

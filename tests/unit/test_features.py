@@ -13,18 +13,8 @@ from hypothesis import strategies as st
 from row_by_row import sees
 
 from flashhopper.config import PLAIN, BackwardSpec, Features, KernelSpec
-from flashhopper.heuristics import (
-    BACKWARD_TABLE,
-    TILE_TABLE,
-    all_specs,
-    backward_specs,
-    features_of,
-    forward_specs,
-    fp8_specs,
-    quantize_specs,
-    select_backward_spec,
-    select_spec,
-)
+from flashhopper.heuristics import BACKWARD_TABLE, TILE_TABLE, features_of, select_backward_spec, select_spec
+from flashhopper.kernel_list import all_specs, backward_specs, forward_specs, fp8_specs, quantize_specs
 from flashhopper.launch import LOG2_E, SMALLEST_SCALE, UNBOUNDED, Given, KernelScales, given, kernel_window
 from flashhopper.launch_backward import Saved, _gradients_without_pairs, _sink_gradient
 from flashhopper.problem import AttentionOptions, AttentionProblem, SoftmaxTensors, TensorFacts

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from flashhopper.config import ROWS_PER_WARPGROUP, Features, ForwardConfig, KernelSpec
-from flashhopper.heuristics import forward_specs
+from flashhopper.kernel_list import forward_specs
 from flashhopper.kernels import cta, load, pipeline, tile_scheduler
 from flashhopper.kernels.block_range import UNBOUNDED
 from flashhopper.kernels.cta import Cta, Lengths

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from int32 import Int32
 
 from flashhopper.config import ForwardConfig, KernelSpec
-from flashhopper.heuristics import forward_specs
+from flashhopper.kernel_list import forward_specs
 from flashhopper.kernels.block_range import key_blocks
 from flashhopper.kernels.tile_scheduler import L2_KV_BYTES, TileCoord, TileGrid
 

@@ -126,7 +126,7 @@ def warm_specs(specs: Sequence[AnySpec], jobs: int | None, worker: Worker = warm
 
 
 def run(args: argparse.Namespace) -> int:
-    from flashhopper.heuristics import all_specs
+    from flashhopper.kernel_list import all_specs
 
     try:
         features = Features(**dict.fromkeys(args.features, True))

@@ -1,0 +1,123 @@
+"""Every kernel that calls can choose, for whoever compiles or tests them all."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+from flashhopper.config import (
+    FP8,
+    KEYS_PER_SCALE,
+    PLAIN,
+    QUERIES_PER_SCALE,
+    AnySpec,
+    BackwardSpec,
+    Features,
+    KernelSpec,
+    PostprocessSpec,
+    PreprocessSpec,
+    QuantizeRowsSpec,
+    QuantizeSpec,
+    QuantizeValuesSpec,
+    ScheduleSpec,
+    ValueScalesSpec,
+    ValueStatisticsSpec,
+)
+from flashhopper.heuristics import (
+    BACKWARD_TABLE,
+    FP8_TABLE,
+    TILE_TABLE,
+    for_dtype,
+    for_features,
+    with_fewer_registers,
+)
+from flashhopper.problem import DTYPES
+
+
+def all_specs(features: Features = PLAIN) -> list[AnySpec]:
+    """Every kernel that a call with exactly these features can choose."""
+    flags = (False, True)
+    schedules = [ScheduleSpec(*used) for used in itertools.product(flags, flags)] if features.ragged else []
+    fp8 = [*fp8_specs(), *quantize_specs()] if features == PLAIN else []
+    return [*forward_specs(features), *backward_specs(features), *schedules, *fp8]
+
+
+def _masks(features: Features) -> list[tuple[bool, bool]]:
+    """The causal flags of specs, each with that of the tables' rows that serve it: ``heuristics.is_masked``."""
+    if features.window:
+        return [(False, True)]
+    return [(causal, causal or features.ragged) for causal in (False, True)]
+
+
+def forward_specs(features: Features = PLAIN) -> list[KernelSpec]:
+    """Every kernel that ``heuristics.select_spec`` can choose for calls with exactly these features."""
+    return [
+        KernelSpec(
+            dtype,
+            row.head_dim,
+            row.head_dim_v,
+            causal,
+            for_features(for_dtype(row.config, dtype), features),
+            features,
+        )
+        for row in TILE_TABLE
+        for causal, is_masked in _masks(features)
+        if row.causal == is_masked
+        for dtype in DTYPES.values()
+    ]
+
+
+def backward_specs(features: Features = PLAIN) -> list[AnySpec]:
+    """Every kernel of the backward: before, main and after."""
+    flags, features = (False, True), replace(features, sink=False)
+    dims = list(dict.fromkeys((row.head_dim, row.head_dim_v) for row in BACKWARD_TABLE))
+    main = [
+        BackwardSpec(
+            dtype, row.head_dim, row.head_dim_v, causal, deterministic, with_fewer_registers(row, features), features
+        )
+        for row in BACKWARD_TABLE
+        for dtype in DTYPES.values()
+        for causal, is_masked in _masks(features)
+        if row.causal in (None, is_masked)
+        for deterministic in flags
+    ]
+    return [
+        *dict.fromkeys(main),  # smaller tiles may make two rows one
+        *(
+            PreprocessSpec(dtype, *pair, flag, features.ragged)
+            for pair in dims
+            for dtype in DTYPES.values()
+            for flag in flags
+        ),
+        *(
+            PostprocessSpec(dtype, d, features.ragged)
+            for d in sorted({d for d, _ in dims})
+            for dtype in DTYPES.values()
+        ),
+    ]
+
+
+def fp8_specs() -> list[KernelSpec]:
+    """Every kernel that ``heuristics.select_fp8_spec`` can choose."""
+    flags = (False, True)
+    return [
+        row.spec(dtype, causal, fast)
+        for row in FP8_TABLE
+        for dtype in DTYPES.values()
+        for causal in flags
+        for fast in flags
+    ]
+
+
+def quantize_specs() -> list[QuantizeSpec]:
+    """The kernels that quantise with the default options, for the head dims of the table."""
+    specs: list[QuantizeSpec] = []
+    for head_dim in sorted({row.head_dim for row in FP8_TABLE}):
+        specs.append(QuantizeValuesSpec(FP8, head_dim))
+        for dtype in DTYPES.values():
+            specs.append(QuantizeRowsSpec(dtype, head_dim, QUERIES_PER_SCALE, "power_of_two", True))
+            specs.append(QuantizeRowsSpec(dtype, head_dim, KEYS_PER_SCALE, "power_of_two", True))
+            specs.append(ValueStatisticsSpec(dtype, head_dim))
+            specs.append(ValueScalesSpec(dtype, head_dim, "power_of_two", True))
+            specs.append(QuantizeValuesSpec(dtype, head_dim))
+    return specs
