@@ -57,8 +57,7 @@ def flash_attn_func(
         learnable_sink: ``(heads,)``, floating point: adds exp(sink) to the denominator of each row of its head, and to
             what LSE is the logarithm of; differentiable.
         alibi_slopes: ``(heads,)`` or ``(batch, heads)``, float32, constants: query i and key j score lower by
-            slope · abs(i + seqlen_k - seqlen_q - j), after softcap (ALiBi, Press et al. 2022). CPU tensors only
-            today.
+            slope · abs(i + seqlen_k - seqlen_q - j), after softcap (ALiBi, Press et al. 2022).
         window_size: (left, right): query i sees keys i + seqlen_k - seqlen_q - left … + right, inclusive; -1 is without
             bound. Blocks of keys that no row sees are not loaded.
         attention_chunk: query i sees the keys of the chunk of this many in which key i + seqlen_k - seqlen_q lies; 0 is

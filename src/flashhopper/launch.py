@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -306,8 +307,23 @@ def scheduler_workspace(device_index: int) -> torch.Tensor:
     key = device_index, torch._C._cuda_getCurrentRawStream(device_index)
     workspace = _WORKSPACES.get(key)
     if workspace is None:
-        workspace = _WORKSPACES[key] = torch.zeros(4, dtype=torch.int32, device=torch.device("cuda", device_index))
+        workspace = _WORKSPACES[key] = _lasting_zeros(device_index)
     return workspace
+
+
+def _lasting_zeros(device_index: int) -> torch.Tensor:
+    """From the common memory pool, even where this thread's or stream's allocations go to another (``torch.compile``
+    does that before it captures a graph) that must not hold what outlives the call."""
+
+    def allocate() -> tuple[torch.Tensor, torch.cuda.Event]:
+        with torch.cuda.stream(torch.cuda.Stream(device_index)):
+            zeros = torch.zeros(4, dtype=torch.int32, device=torch.device("cuda", device_index))
+            return zeros, torch.cuda.current_stream(device_index).record_event()
+
+    with ThreadPoolExecutor(1) as other_thread:
+        zeros, is_zero = other_thread.submit(allocate).result()
+    torch.cuda.current_stream(device_index).wait_event(is_zero)
+    return zeros
 
 
 def redone_tiles(device_index: int = 0) -> int:

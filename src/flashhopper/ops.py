@@ -113,9 +113,6 @@ def attention(
 
     Where a graph is recorded or transformed it is an operator of :mod:`flashhopper.torch_library`.
     """
-    if softmax_tensors.alibi_slopes is not None and isinstance(q, torch.Tensor) and q.is_cuda:
-        # The kernels have it (tests/gpu/test_alibi.py calls them), but no card has run it yet.
-        raise NotImplementedError("alibi_slopes is not there yet on CUDA tensors; accepted today: None")
     if torch.compiler.is_compiling() or _is_recorded(q):
         return torch_library.attention(q, k, v, options, softmax_tensors, ragged)
     if _functorch_level() is not None and isinstance(q, torch.Tensor) and q.is_cuda:

@@ -53,7 +53,9 @@ def test_no_errors(workload: str, tool: str) -> None:
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # an allocation per tensor: nothing to run over into
     }
-    command = [sanitizer, "--tool", tool, *kernel_filter(sanitizer, kernels)]
+    # Errors of API calls are torch's to raise; a compiler that probes for what the driver has makes harmless ones.
+    quiet = ["--report-api-errors", "no"] if tool == "memcheck" else []
+    command = [sanitizer, "--tool", tool, *quiet, *kernel_filter(sanitizer, kernels)]
     command += [sys.executable, str(Path(__file__).with_name(program))]
     finished = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT_SECONDS

@@ -13,7 +13,7 @@ from extra_specs import EXTRA_SPECS
 from flashhopper import flash_attn_func
 from flashhopper.config import ForwardConfig, KernelSpec
 from flashhopper.heuristics import select_spec
-from flashhopper.kernel_list import forward_specs
+from flashhopper.kernel_list import forward_specs, fp8_specs
 from flashhopper.problem import AttentionOptions, AttentionProblem
 
 SWITCHES = {
@@ -33,8 +33,8 @@ SHAPES = [
 
 
 def test_every_switch_is_covered() -> None:
-    """By the tile table or an extra spec; a new field of ForwardConfig needs one too."""
-    specs = [*forward_specs(), *EXTRA_SPECS.values()]
+    """By the tile tables or an extra spec; a new field of ForwardConfig needs one too."""
+    specs = [*forward_specs(), *fp8_specs(), *EXTRA_SPECS.values()]
     for field in fields(ForwardConfig):
         found = {getattr(spec.config, field.name) for spec in specs}
         expected = {False, True} if isinstance(field.default, bool) else SWITCHES.get(field.name, set())

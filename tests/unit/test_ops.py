@@ -103,18 +103,3 @@ def test_a_second_derivative_is_an_error(linear: bool) -> None:
     (dq,) = torch.autograd.grad(out.sum() if linear else out.square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="flash_attn_func can be differentiated once"):
         (out.sum() + dq.square().sum()).backward()
-
-
-class OnCard(torch.Tensor):
-    """A CPU tensor that says otherwise."""
-
-    is_cuda = True
-
-
-def test_alibi_is_refused_on_a_card() -> None:
-    """Its kernels have never run: an error beats a wrong answer that nobody has looked for."""
-    q = torch.randn(1, 4, 2, 16, dtype=torch.bfloat16).as_subclass(OnCard)
-    with pytest.raises(
-        NotImplementedError, match="alibi_slopes is not there yet on CUDA tensors; accepted today: None"
-    ):
-        flash_attn_func(q, q, q, alibi_slopes=torch.rand(2))
