@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
+WARP_THREADS = 32
 WARPGROUP_THREADS = 128
+PREPROCESS_WARPS = 8
 ROWS_PER_WARPGROUP = 64  # M of one WGMMA instruction (PTX ISA 9.7.15, wgmma.mma_async)
 REGISTER_FILE = 65536  # 32-bit registers of one Hopper SM
 MAX_REGISTERS_PER_THREAD = 255
@@ -423,17 +425,19 @@ class BackwardSpec:
 
 @dataclass(frozen=True)
 class PreprocessSpec:
-    """The kernel before the main one: delta, the base-2 LSE and a zeroed dQ accumulator."""
+    """The kernel before the main one: delta, the base-2 LSE, the sink's gradient and a zeroed dQ accumulator."""
 
     dtype: Dtype
     head_dim: int
     head_dim_v: int
     has_lse_grad: bool
     ragged: bool = False
+    has_sink: bool = False
 
     @property
     def name(self) -> str:
-        flags = ("_lse" if self.has_lse_grad else "") + ("_ragged" if self.ragged else "")
+        of_call = {"lse": self.has_lse_grad, "sink": self.has_sink, "ragged": self.ragged}
+        flags = "".join(f"_{name}" for name, is_set in of_call.items() if is_set)
         return f"bwd_pre_{self.dtype}_d{self.head_dim}x{self.head_dim_v}{flags}"
 
 

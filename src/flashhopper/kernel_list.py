@@ -69,7 +69,7 @@ def forward_specs(features: Features = PLAIN) -> list[KernelSpec]:
 
 def backward_specs(features: Features = PLAIN) -> list[AnySpec]:
     """Every kernel of the backward: before, main and after."""
-    flags, features = (False, True), replace(features, sink=False)
+    flags, has_sink, features = (False, True), features.sink, replace(features, sink=False)
     dims = list(dict.fromkeys((row.head_dim, row.head_dim_v) for row in BACKWARD_TABLE))
     main = [
         BackwardSpec(
@@ -84,7 +84,7 @@ def backward_specs(features: Features = PLAIN) -> list[AnySpec]:
     return [
         *dict.fromkeys(main),  # smaller tiles may make two rows one
         *(
-            PreprocessSpec(dtype, *pair, flag, features.ragged)
+            PreprocessSpec(dtype, *pair, flag, features.ragged, has_sink)
             for pair in dims
             for dtype in DTYPES.values()
             for flag in flags

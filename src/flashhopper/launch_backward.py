@@ -9,11 +9,17 @@ from typing import NamedTuple
 import torch
 
 from flashhopper.compiler import get_kernel
-from flashhopper.config import PLAIN, ROWS_PER_WARPGROUP, BackwardConfig, PostprocessSpec, PreprocessSpec
+from flashhopper.config import (
+    PLAIN,
+    PREPROCESS_WARPS,
+    ROWS_PER_WARPGROUP,
+    BackwardConfig,
+    PostprocessSpec,
+    PreprocessSpec,
+)
 from flashhopper.device import hopper_multiprocessors
 from flashhopper.heuristics import features_of, select_backward_spec
 from flashhopper.launch import (
-    LOG2_E,
     MAX_TILES,
     NO_SOFTMAX_TENSORS,
     Given,
@@ -151,9 +157,11 @@ class _BackwardPlan:
             )
         is_ragged = problem.ragged is not None
         dims = spec.head_dim, spec.head_dim_v
-        self.preprocess = get_kernel(PreprocessSpec(spec.dtype, *dims, has_lse_grad, is_ragged))
+        has_sink = has is not None and has.sink
+        self.preprocess = get_kernel(PreprocessSpec(spec.dtype, *dims, has_lse_grad, is_ragged, has_sink))
         self.kernel = get_kernel(spec)
         self.postprocess = get_kernel(PostprocessSpec(spec.dtype, spec.head_dim, is_ragged))
+        self.sink_parts_shape = (heads, row_blocks, PREPROCESS_WARPS)
         self.statistics_shape = (2, self.batch, problem.num_heads, padded_rows)
         self.accumulator_shape = (heads, row_blocks, ROWS_PER_WARPGROUP * spec.head_dim)
         chunks = spec.head_dim // spec.config.dq_columns
@@ -200,20 +208,22 @@ class _BackwardPlan:
         # The preprocess kernel zeroes it, but does not know how many CTAs it has if ragged.
         allocate = torch.empty if by_keys is None else torch.zeros
         workspace = allocate(self.workspace_words, dtype=torch.int32, device=device)
-        if by_keys is not None and sink is not None:  # padding between the sequences is read below
-            statistics[0].fill_(torch.inf)
-            statistics[1].zero_()
         lse_log2, delta = statistics.unbind()
         semaphores = workspace[1:].view(self.semaphores_shape) if self.semaphores_shape is not None else None
         if grad_lse is not None:
             grad_lse = grad_lse.contiguous().view(lse.shape)
-        self.preprocess(out, dout, lse, grad_lse, lse_log2, delta, accumulator, workspace, by_queries)
+        sink_parts = sinks = None
+        if sink is not None:  # of a ragged batch not every row block is a sequence's
+            sink_parts = allocate(self.sink_parts_shape, dtype=torch.float32, device=device)
+            sinks = sink.detach().float().contiguous(), sink_parts
         features = None
         if self.features != PLAIN:
             slopes = None
             if softmax_tensors.alibi_slopes is not None:
                 slopes = self.scales.slopes(softmax_tensors.alibi_slopes, p.batch)
             features = (self.window, self.scales.softcap, slopes, None, by_keys)
+        # From here on nothing else may be launched: each kernel starts under the end of the one before it.
+        self.preprocess(out, dout, lse, grad_lse, lse_log2, delta, accumulator, workspace, sinks, by_queries)
         self.kernel(
             (q, k, v, dout),
             lse_log2,
@@ -228,7 +238,10 @@ class _BackwardPlan:
             features,
         )
         self.postprocess(accumulator, _as_batch(dq), self.scale, by_queries)
-        return Gradients(dq, dk, dv, None if sink is None else _sink_gradient(sink, lse_log2, delta))
+        dsink = None
+        if sink is not None and sink_parts is not None:
+            dsink = sink_parts.view(self.batch, p.num_heads, -1).sum((0, 2), dtype=torch.float32).to(sink.dtype)
+        return Gradients(dq, dk, dv, dsink)
 
 
 def ragged_rows(total_rows: int, batch: int) -> int:
@@ -248,9 +261,3 @@ def _schedules(problem: AttentionProblem, ragged: RaggedFacts, tile_n: int) -> t
 def _as_batch(tensor: torch.Tensor) -> torch.Tensor:
     """Packed sequences as a batch of 1."""
     return tensor if tensor.dim() == 4 else tensor.unsqueeze(0)
-
-
-def _sink_gradient(sink: torch.Tensor, lse_log2: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """The sink is a key whose value is 0: its dP is 0, so that its dS is -P · delta, summed over all rows."""
-    logits = (sink.detach().float() * LOG2_E)[:, None]
-    return -(torch.exp2(logits - lse_log2) * delta).sum(dim=(0, 2)).to(sink.dtype)

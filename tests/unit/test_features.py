@@ -16,7 +16,7 @@ from flashhopper.config import PLAIN, BackwardSpec, Features, KernelSpec
 from flashhopper.heuristics import BACKWARD_TABLE, TILE_TABLE, features_of, select_backward_spec, select_spec
 from flashhopper.kernel_list import all_specs, backward_specs, forward_specs, fp8_specs, quantize_specs
 from flashhopper.launch import LOG2_E, SMALLEST_SCALE, UNBOUNDED, Given, KernelScales, given, kernel_window
-from flashhopper.launch_backward import Saved, _gradients_without_pairs, _sink_gradient
+from flashhopper.launch_backward import Saved, _gradients_without_pairs
 from flashhopper.problem import AttentionOptions, AttentionProblem, SoftmaxTensors, TensorFacts
 from flashhopper.reference import attention
 
@@ -181,19 +181,6 @@ def test_without_keys_the_sink_s_gradient_is_that_of_the_lse() -> None:
     found = _gradients_without_pairs(Saved(q, k, k, out, rows_of_no_sequence), grad_lse, sink)
     torch.testing.assert_close(found.dsink, grad_lse[..., :2].sum(dim=(0, 2)))
     assert _gradients_without_pairs(Saved(q, k, k, out, lse.detach()), None, None).dsink is None
-
-
-def test_the_sink_s_gradient_from_what_the_kernels_leave() -> None:
-    """LSE in base 2, +inf in padding, and delta = rowsum(dO ∘ O) - dLSE."""
-    q, k, v = (torch.randn(2, 7, 3, 8, dtype=torch.float64) for _ in range(3))
-    sink = torch.randn(3, dtype=torch.float64, requires_grad=True)
-    out, lse = attention(q, k, v, softmax_scale=0.5, causal=True, learnable_sink=sink)
-    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-    (expected,) = torch.autograd.grad((out, lse), sink, (dout, dlse))
-    delta = (out * dout).sum(-1).transpose(1, 2) - dlse
-    padded = torch.nn.functional.pad(lse.detach() * LOG2_E, (0, 5), value=math.inf)
-    found = _sink_gradient(sink, padded, torch.nn.functional.pad(delta.detach(), (0, 5)))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_specs_are_of_both_kinds() -> None:

@@ -20,7 +20,9 @@ from flashhopper.reference_fp8 import E4M3, E4M3_MAX
 
 COLUMNS = ("ours", "ours_fast", "ours_end_to_end", "fa3_fp8", "bf16")
 CHECK_SEQLEN = 1024
-TOLERANCE = 0.05  # of out's root mean square: FP8 inputs alone make 4 %
+# Of out's root mean square. Rounding to e4m3 is an error of 2.6 % (uniform below 2**-4 of the power of two); where keys
+# weigh alike, those of Q and K move scores by 3.7 %, and with those of P and V that makes 5.2 %.
+TOLERANCE = 0.065
 CLOSING_SECONDS = 5.0
 
 Tensors = Sequence[torch.Tensor]

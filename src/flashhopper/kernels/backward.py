@@ -94,6 +94,7 @@ class BackwardKernel:
             grid=(num_ctas, 1, 1),
             block=(config.num_threads, 1, 1),
             min_blocks_per_mp=1,
+            use_pdl=True,
             stream=stream,
         )
 

@@ -7,14 +7,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from flashhopper.config import ROWS_PER_WARPGROUP, WARPGROUP_THREADS
+from flashhopper.config import ROWS_PER_WARPGROUP, WARP_THREADS, WARPGROUP_THREADS
 from flashhopper.kernels import ptx
 from flashhopper.kernels.backward_cta import BackwardCta, TileSlot
 from flashhopper.kernels.backward_smem import BackwardBarrier
 from flashhopper.kernels.gemm import gemm
 from flashhopper.kernels.pipeline import RingState
-
-WARP_THREADS = 32
 
 
 class DqTiles:

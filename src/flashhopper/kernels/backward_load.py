@@ -62,6 +62,8 @@ class BackwardProducer:
             v_state, q_state, do_state = self.load_tile(tile, k_state, v_state, q_state, do_state)
             k_state = k_state.next()
             tile = self.claim()  # late: whoever is free first takes the next
+        cute.arch.griddepcontrol_wait()  # without a tile too: whoever waits for this kernel waits for the one before it
+        cute.arch.griddepcontrol_launch_dependents()
         self.cta.rings.K.wait_empty(k_state)
         if self.lane == 0:
             self.cta.slot.post_end()
@@ -74,6 +76,7 @@ class BackwardProducer:
         """The CTA's own, unless tiles wait for lower ones: then only a claim says that those are running."""
         tile, _, _ = cute.arch.block_idx()
         if const_expr(self.cta.spec.deterministic):
+            cute.arch.griddepcontrol_wait()
             tile = self.claim()
         return tile
 
@@ -112,6 +115,7 @@ class BackwardProducer:
             self.cta.slot.post(words)
         key_coord = TileCoord(n_block, head_k, memory_batch)
         self.load(self.operands.K, self.cta.rings.K.arm(k_state, self.lane), key_coord, keys, k_state)
+        cute.arch.griddepcontrol_wait()  # for what the preprocess kernel leaves; K does not depend on it
         for index in cutlass.range(self.cta.heads_per_kv_head, unroll=1):
             head = head_k * self.cta.heads_per_kv_head + index
             for step in cutlass.range(key_tile.num_blocks, unroll=1):

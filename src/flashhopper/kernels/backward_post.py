@@ -38,11 +38,12 @@ class PostprocessKernel:
         else:
             num_ctas = ragged_ctas(sequences[1], mdQ.shape[1], mdQ.shape[2])
         self.kernel(mAcc, mdQ, softmax_scale, sequences).launch(
-            grid=(num_ctas, 1, 1), block=(WARPGROUP_THREADS, 1, 1), stream=stream
+            grid=(num_ctas, 1, 1), block=(WARPGROUP_THREADS, 1, 1), use_pdl=True, stream=stream
         )
 
     @cute.kernel
     def kernel(self, mAcc: cute.Tensor, mdQ: cute.Tensor, softmax_scale: Float32, sequences: Any):
+        cute.arch.griddepcontrol_wait()
         tidx, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         if const_expr(sequences is None):

@@ -1,4 +1,5 @@
-"""Before the main backward kernel: delta = rowsum(dO ∘ O) - dLSE, LSE in base 2, and a zeroed dQ accumulator."""
+"""Before the main backward kernel: delta = rowsum(dO ∘ O) - dLSE, LSE in base 2, the sink's gradient, and a zeroed dQ
+accumulator."""
 
 from typing import Any
 
@@ -7,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-from flashhopper.config import ELEMENT_BYTES, ROWS_PER_WARPGROUP, PreprocessSpec
+from flashhopper.config import ELEMENT_BYTES, PREPROCESS_WARPS, ROWS_PER_WARPGROUP, WARP_THREADS, PreprocessSpec
 from flashhopper.kernels.backward_rows import (
     BLOCKS_PER_TILE,
     RowBlock,
@@ -20,7 +21,7 @@ from flashhopper.kernels.forward import ELEMENTS
 from flashhopper.kernels.ragged import SequenceTable
 from flashhopper.kernels.softmax import LOG2_E
 
-THREADS = 256
+THREADS = PREPROCESS_WARPS * WARP_THREADS
 VECTOR = 8  # 16-bit elements in 16 bytes
 
 
@@ -43,6 +44,7 @@ class PreprocessKernel:
         mDelta: cute.Tensor,
         mdQ: cute.Tensor,
         workspace: cute.Tensor,
+        sink: Any,
         sequences: Any,
         stream: Any,
     ):
@@ -51,6 +53,9 @@ class PreprocessKernel:
         Out: LSE in base 2 and delta ``(batch, heads, padded rows)``. Zeroed: ``mdQ`` ``(batch · heads, rows / 64,
         64 · head_dim)`` and the int32 ``workspace``, of at most two words per 64 rows of a head.
 
+        ``sink``: logits fp32 ``(heads,)`` and, to be filled, parts of their gradients, fp32 ``(batch · heads, rows /
+        64, PREPROCESS_WARPS)``, or None. A sink is a key whose value is 0: its dP is 0, so that its dS is -P · delta.
+
         ``sequences`` of a ragged batch: records and first tiles, see :class:`SequenceTable`, of tiles of ROW_PADDING
         rows; ``workspace`` is then left alone. None if dense.
         """
@@ -58,19 +63,20 @@ class PreprocessKernel:
             num_ctas = cute.size(mdQ, mode=[0]) * cute.size(mdQ, mode=[1])
         else:
             num_ctas = ragged_ctas(sequences[1], mO.shape[1], mO.shape[2])
-        self.kernel((mO, mdO), (mLSE, mdLSE), (mLSE_log2, mDelta, mdQ, workspace), sequences).launch(
+        self.kernel((mO, mdO), (mLSE, mdLSE), (mLSE_log2, mDelta, mdQ, workspace), sink, sequences).launch(
             grid=(num_ctas, 1, 1), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, inputs: tuple, lse: tuple, work: tuple, sequences: Any):
+    def kernel(self, inputs: tuple, lse: tuple, work: tuple, sink: Any, sequences: Any):
+        cute.arch.griddepcontrol_launch_dependents()  # the main kernel waits for this one to end before it needs it
         tidx, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         mO, _ = inputs
         _, _, mdQ, workspace = work
         if const_expr(sequences is None):
             block = dense_block(cta, cute.size(mdQ, mode=[1]), mO.shape[2], mO.shape[1])
-            self.process(block, inputs, lse, work, tidx)
+            self.process(block, inputs, lse, work, sink, tidx)
             word = 2 * cta + tidx
             if tidx < 2 and word < cute.size(workspace):
                 workspace[word] = Int32(0)
@@ -79,10 +85,10 @@ class PreprocessKernel:
             if cta < table.num_tiles() * BLOCKS_PER_TILE:
                 block, is_sequence = ragged_block(table, cta, tidx % 32)
                 if is_sequence:
-                    self.process(block, inputs, lse, work, tidx)
+                    self.process(block, inputs, lse, work, sink, tidx)
 
     @cute.jit
-    def process(self, block: RowBlock, inputs: tuple, lse: tuple, work: tuple, tidx: Int32):
+    def process(self, block: RowBlock, inputs: tuple, lse: tuple, work: tuple, sink: Any, tidx: Int32):
         """One block of rows."""
         (mO, mdO), (mLSE, mdLSE), (mLSE_log2, mDelta, mdQ, _) = inputs, lse, work
         batch, head, seqlen = block.batch, block.head, block.seqlen
@@ -101,6 +107,7 @@ class PreprocessKernel:
                     vector = cute.make_tensor(gX.iterator.align(16), cute.make_layout(VECTOR))
                     cute.autovec_copy(vector, target[None, i])
         self.clear(mdQ[block.work_head, block.work_block, None], tidx)
+        sink_grad = Float32(0.0)
         for i in cutlass.range_constexpr(passes):
             row_in_block = i * per_pass + tidx // self.threads_per_row
             row, work_row = block.row + row_in_block, block.work_row + row_in_block
@@ -119,6 +126,12 @@ class PreprocessKernel:
             if tidx % self.threads_per_row == 0:
                 mLSE_log2[batch, head, work_row] = lse_log2
                 mDelta[batch, head, work_row] = delta
+                if const_expr(self.spec.has_sink):
+                    sink_grad = sink_grad - cute.arch.exp2(sink[0][head] * LOG2_E - lse_log2) * delta
+        if const_expr(self.spec.has_sink):
+            sink_grad = cute.arch.warp_reduction_sum(sink_grad)
+            if tidx % WARP_THREADS == 0:
+                sink[1][block.work_head, block.work_block, tidx // WARP_THREADS] = sink_grad
 
     @cute.jit
     def clear(self, gX: cute.Tensor, tidx: Int32):
@@ -132,8 +145,8 @@ class PreprocessKernel:
 
 
 def compile_preprocess(spec: PreprocessSpec, options: str = "--enable-tvm-ffi") -> Any:
-    """The result takes ``(out, dout, lse, dlse or None, lse_log2, delta, dq_acc, workspace, sequences or None)``, on
-    torch's current stream."""
+    """The result takes ``(out, dout, lse, dlse or None, lse_log2, delta, dq_acc, workspace, (sink, parts of its
+    gradient) or None, sequences or None)``, on torch's current stream."""
     element = ELEMENTS[spec.dtype]
     batch, seqlen, heads, rows, row_blocks, batch_heads = (cute.sym_int() for _ in range(6))
     per_16_bytes = 16 // ELEMENT_BYTES[spec.dtype]
@@ -147,6 +160,9 @@ def compile_preprocess(spec: PreprocessSpec, options: str = "--enable-tvm-ffi") 
         return make_fake_compact_tensor(Float32, (batch, heads, extent), stride_order=(2, 1, 0), assumed_align=4)
 
     accumulator = (batch_heads, row_blocks, ROWS_PER_WARPGROUP * spec.head_dim)
+    sink_parts = make_fake_compact_tensor(
+        Float32, (batch_heads, row_blocks, PREPROCESS_WARPS), stride_order=(2, 1, 0), assumed_align=4
+    )
     return cute.compile(
         PreprocessKernel(spec),
         tensor(),
@@ -157,6 +173,7 @@ def compile_preprocess(spec: PreprocessSpec, options: str = "--enable-tvm-ffi") 
         rows_of(rows),
         make_fake_compact_tensor(Float32, accumulator, stride_order=(2, 1, 0), assumed_align=16),
         make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=4),
+        (make_fake_compact_tensor(Float32, (heads,), assumed_align=4), sink_parts) if spec.has_sink else None,
         fake_sequences(spec.ragged),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=options,
