@@ -326,6 +326,8 @@ class BackwardConfig:
     warpgroup_order: WarpgroupOrder = "free"
     """``stagger``: with ``split="keys"`` the second consumer's first GEMM of a tile waits for the first's. Turns in
     every block (``ping_pong``) were never faster and are not there."""
+    num_k_stages: int = 1
+    """Tiles of K. With 2 the next one, and with it the first Q, is loaded while this one is worked on."""
     group_waves: int = 2
     """Size of the group of key heads worked on at a time: as many as give each SM this many tiles, if L2 holds them."""
 
@@ -352,9 +354,9 @@ class BackwardConfig:
     def smem_bytes(self, head_dim: int, head_dim_v: int, element_bytes: int = 2) -> int:
         """Bytes of shared memory of one CTA, computed as ``kernels/backward_smem.py`` lays it out."""
         stages = self.num_q_stages + self.num_do_stages + self.num_ds_stages + self.num_dq_stages
-        barriers = 8 * (4 + 2 * stages) + 28  # K's and V's, the rings', and the tile's coordinates
+        barriers = 8 * (2 + 2 * stages) + 44 * self.num_k_stages  # V's, the rings', K's with the tile's coordinates
         statistics = 4 * self.tile_m * (self.num_q_stages + self.num_do_stages)
-        keys = self.tile_n * (head_dim + head_dim_v) * element_bytes
+        keys = self.tile_n * (self.num_k_stages * head_dim + head_dim_v) * element_bytes
         rows = (self.num_q_stages * head_dim + self.num_do_stages * head_dim_v) * self.tile_m * element_bytes
         scores = (self.num_ds_stages + int(self.split == "operands")) * self.tile_m * self.tile_n * element_bytes
         staging = self.num_dq_stages * ROWS_PER_WARPGROUP * self.dq_columns * 4
@@ -379,6 +381,8 @@ class BackwardConfig:
         for name in ("num_q_stages", "num_do_stages", "num_ds_stages", "num_dq_stages"):
             if not 1 <= getattr(self, name) <= 4:
                 problems.append(f"{name}={getattr(self, name)} must be from 1 to 4")
+        if self.num_k_stages not in (1, 2):
+            problems.append(f"num_k_stages={self.num_k_stages} must be 1 or 2")
         smem = self.smem_bytes(head_dim, head_dim_v)
         if smem > SMEM_BYTES_PER_CTA:
             problems.append(f"needs {smem} bytes of shared memory, the card has {SMEM_BYTES_PER_CTA}")

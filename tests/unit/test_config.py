@@ -300,6 +300,7 @@ BACKWARD = BackwardConfig(64, 128, num_q_stages=3, num_do_stages=3)
     [
         # barriers, LSE and delta + K, V + stages · (Q + dO) + stages · dS + P + staging of dQ
         (BACKWARD, 128, 128, 2048 + 65536 + 6 * 16384 + 2 * 16384 + 16384),
+        (replace(BACKWARD, num_k_stages=2), 64, 64, 2048 + 49152 + 6 * 8192 + 2 * 16384 + 16384),
         (replace(BACKWARD, num_dq_stages=2), 128, 128, 2048 + 65536 + 6 * 16384 + 2 * 16384 + 2 * 16384),
         (replace(BACKWARD, tile_m=128), 64, 64, 4096 + 32768 + 6 * 16384 + 2 * 32768 + 16384),
         (BackwardConfig(64, 64, "operands"), 192, 128, 2048 + 40960 + 2 * 24576 + 2 * 16384 + 2 * 8192 + 8192 + 16384),
@@ -338,6 +339,7 @@ def test_backward_registers(row: BackwardRow) -> None:
             "dq_columns=192 must be 32, 64, 96 or 128",
         ),
         (replace(BACKWARD, num_q_stages=5), 128, "num_q_stages=5 must be from 1 to 4"),
+        (replace(BACKWARD, num_k_stages=3), 128, "num_k_stages=3 must be 1 or 2"),
         (replace(BACKWARD, num_dq_stages=0), 128, "num_dq_stages=0 must be from 1 to 4"),
         (
             replace(BACKWARD, num_q_stages=4, num_do_stages=4),

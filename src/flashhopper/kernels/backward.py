@@ -156,15 +156,16 @@ class BackwardKernel:
         sP = cute.make_tensor(storage.sP.data_ptr(), cute.make_layout((4, WARPGROUP_THREADS, config.tile_m // 16)))
         row_bytes, row_bytes_v = (ELEMENT_BYTES[spec.dtype] * d for d in (spec.head_dim, spec.head_dim_v))
         rings = BackwardRings(
-            TmaRing(storage.kv_barriers.data_ptr(), 1, config.tile_n * row_bytes),
-            TmaRing(storage.kv_barriers.data_ptr() + 2, 1, config.tile_n * row_bytes_v),
+            TmaRing(storage.k_barriers.data_ptr(), config.num_k_stages, config.tile_n * row_bytes),
+            TmaRing(storage.v_barriers.data_ptr(), 1, config.tile_n * row_bytes_v),
             TmaRing(storage.q_barriers.data_ptr(), config.num_q_stages, config.tile_m * (row_bytes + 4)),
             TmaRing(storage.do_barriers.data_ptr(), config.num_do_stages, config.tile_m * (row_bytes_v + 4)),
             TmaRing(storage.ds_barriers.data_ptr(), config.num_ds_stages, 0),
             TmaRing(storage.dq_barriers.data_ptr(), config.num_dq_stages, 0),
         )
         extents = BackwardExtents(seqlen_q, seqlen_k, heads, heads // heads_k)
-        cta = BackwardCta(spec, rings, TileSlot(storage.tile_slot.data_ptr()), extents, features)
+        slot = TileSlot(storage.tile_slots.data_ptr(), config.num_k_stages)
+        cta = BackwardCta(spec, rings, slot, extents, features)
         cta.initialise_barriers()
 
         warpgroup_index = cute.arch.make_warp_uniform(cute.arch.warp_idx() // WARPS_PER_WARPGROUP)
@@ -192,8 +193,7 @@ class BackwardKernel:
                     DqAdder(cta, storage.sdQ.data_ptr(), mdQ, semaphores, index).run()
         elif warpgroup_index == 1:
             cute.arch.setmaxregister_decrease(registers.dq)
-            sKt = transposed(sK)[None, None, 0]
-            DqWarpgroup(cta, DqTiles(mmas[3], sdS, sKt, storage.sdQ.data_ptr())).run()
+            DqWarpgroup(cta, DqTiles(mmas[3], sdS, transposed(sK), storage.sdQ.data_ptr())).run()
         else:
             cute.arch.setmaxregister_increase(registers.consumer)
             common = (

@@ -46,29 +46,29 @@ class KeyTile(DynamicValues):
 
 
 class TileSlot:
-    """The tile's coordinates in shared memory, from the producer to all others; K's ring guards them."""
+    """A tile's coordinates in shared memory, from the producer to all others; K's ring guards them, stage by stage."""
 
     WORDS = 7
     N_BLOCK, HEAD, BATCH, SEQLEN_Q, SEQLEN_K, START_K, FIRST_ROW = range(7)  # the last four only of ragged batches
 
-    def __init__(self, words: cute.Pointer):
-        self.words = cute.make_tensor(words, cute.make_layout(self.WORDS))
+    def __init__(self, words: cute.Pointer, num_stages: int):
+        self.words = cute.make_tensor(words, cute.make_layout((self.WORDS, num_stages)))
 
-    def post(self, tile: tuple[Int32, ...]) -> None:
+    def post(self, tile: tuple[Int32, ...], k_state: RingState) -> None:
         """Producer, one lane, before K's full barrier is armed."""
         for word, value in enumerate(tile):
-            self.words[word] = value
+            self.words[word, k_state.stage] = value
 
-    def post_end(self) -> None:
+    def post_end(self, k_state: RingState) -> None:
         """Producer, one lane: no tile follows."""
-        self.words[self.N_BLOCK] = Int32(NO_TILE)
+        self.words[self.N_BLOCK, k_state.stage] = Int32(NO_TILE)
 
     @cute.jit
-    def read(self, word: Constexpr[int], lane: Int32):
+    def read(self, word: Constexpr[int], k_state: RingState, lane: Int32):
         """One word. Lane 0 reads for its warp: it is also the lane that hands the slot back."""
         words, value = self.words, Int32(0)
         if lane == 0:
-            value = words[word]
+            value = words[word, k_state.stage]
         return cute.arch.shuffle_sync(value, 0)
 
 
@@ -89,11 +89,12 @@ class BackwardCta:
         self.num_adders = 2 if spec.deterministic else 1  # warps
 
     @cute.jit
-    def lengths(self, lane: Int32):
+    def lengths(self, k_state: RingState, lane: Int32):
         """Of the sequence of the tile at hand. Read before K's stage is released."""
         lengths = Lengths(self.seqlen_q, self.seqlen_k)
         if const_expr(self.spec.features.ragged):
-            lengths = Lengths(*(self.slot.read(word, lane) for word in (TileSlot.SEQLEN_Q, TileSlot.SEQLEN_K)))
+            words = (TileSlot.SEQLEN_Q, TileSlot.SEQLEN_K)
+            lengths = Lengths(*(self.slot.read(word, k_state, lane) for word in words))
         return lengths
 
     @cute.jit
@@ -102,9 +103,9 @@ class BackwardCta:
         return Int32(0) if const_expr(self.spec.features.ragged) else batch
 
     @cute.jit
-    def ragged_word(self, word: Constexpr[int], lane: Int32):
+    def ragged_word(self, word: Constexpr[int], k_state: RingState, lane: Int32):
         """A word of the tile's slot that is 0 without a ragged batch."""
-        return self.slot.read(word, lane) if const_expr(self.spec.features.ragged) else Int32(0)
+        return self.slot.read(word, k_state, lane) if const_expr(self.spec.features.ragged) else Int32(0)
 
     def key_tile(self, n_block: Int32, lengths: Lengths) -> KeyTile:
         """The steps of the tile with this key block."""
@@ -155,7 +156,7 @@ class BackwardCta:
     def receive(self, k_state: RingState, lane: Int32):
         """All but the producer: wait for the next tile and its K. Returns its key block, or NO_TILE."""
         self.rings.K.wait(k_state)
-        return self.slot.read(TileSlot.N_BLOCK, lane)
+        return self.slot.read(TileSlot.N_BLOCK, k_state, lane)
 
     @cute.jit
     def initialise_barriers(self):

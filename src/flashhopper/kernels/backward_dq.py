@@ -16,7 +16,7 @@ from flashhopper.kernels.pipeline import RingState
 
 
 class DqTiles:
-    """The tiles that dQ is made of: dS (tile_m, tile_n, stages), Kᵀ (head_dim, tile_n), and the staging tiles."""
+    """What dQ is made of: dS (tile_m, tile_n, stages), Kᵀ (head_dim, tile_n, stages), and the staging tiles."""
 
     def __init__(self, mma: cute.TiledMma, sdS: cute.Tensor, sKt: cute.Tensor, sdQ: cute.Pointer):
         self.mma, self.sdS, self.sKt, self.sdQ = mma, sdS, sKt, sdQ
@@ -45,18 +45,19 @@ class DqWarpgroup:
         """Every tile, every step, in the consumers' order."""
         config = self.cta.spec.config
         ds_state, dq_state = RingState.start(config.num_ds_stages), RingState.start(config.num_dq_stages)
-        k_state = RingState.start(1)
+        k_state = RingState.start(config.num_k_stages)
         n_block = self.cta.receive(k_state, self.lane)
         while n_block >= 0:
-            for _ in cutlass.range(self.cta.key_tile(n_block, self.cta.lengths(self.lane)).num_steps, unroll=1):
-                dq_state = self.one_m_block(ds_state, dq_state)
+            tile = self.cta.key_tile(n_block, self.cta.lengths(k_state, self.lane))
+            for _ in cutlass.range(tile.num_steps, unroll=1):
+                dq_state = self.one_m_block(k_state, ds_state, dq_state)
                 ds_state = ds_state.next()
             self.cta.rings.K.release(k_state, self.lane)
             k_state = k_state.next()
             n_block = self.cta.receive(k_state, self.lane)
 
     @cute.jit
-    def one_m_block(self, ds_state: RingState, dq_state: RingState):
+    def one_m_block(self, k_state: RingState, ds_state: RingState, dq_state: RingState):
         """dQ of one query block, chunk by chunk: rows outside, columns inside."""
         config = self.cta.spec.config
         row_blocks, chunks = config.tile_m // ROWS_PER_WARPGROUP, self.cta.spec.head_dim // config.dq_columns
@@ -68,7 +69,9 @@ class DqWarpgroup:
                 (ROWS_PER_WARPGROUP, config.tile_n),
                 (index // chunks, 0),
             )
-            sKt = cute.local_tile(self.tiles.sKt, (config.dq_columns, config.tile_n), (index % chunks, 0))
+            sKt = cute.local_tile(
+                self.tiles.sKt[None, None, k_state.stage], (config.dq_columns, config.tile_n), (index % chunks, 0)
+            )
             desc_dS = self.tiles.mma.make_fragment_A(thr.partition_A(sdS))
             desc_Kt = self.tiles.mma.make_fragment_B(thr.partition_B(sKt))
             warpgroup.fence()
@@ -102,14 +105,16 @@ class DqAdder:
     @cute.jit
     def run(self):
         """Every tile, every step, in the consumers' order. The whole warp calls this."""
-        dq_state, k_state = RingState.start(self.cta.spec.config.num_dq_stages), RingState.start(1)
+        config = self.cta.spec.config
+        dq_state, k_state = RingState.start(config.num_dq_stages), RingState.start(config.num_k_stages)
         number = Int32(0)
         if const_expr(self.index > 0):
             self.hand_over()  # the first warp begins
         n_block = self.cta.receive(k_state, self.lane)
         while n_block >= 0:
-            head_k, batch = (self.cta.slot.read(word, self.lane) for word in (TileSlot.HEAD, TileSlot.BATCH))
-            lengths, first_row = self.cta.lengths(self.lane), self.cta.ragged_word(TileSlot.FIRST_ROW, self.lane)
+            head_k, batch = (self.cta.slot.read(word, k_state, self.lane) for word in (TileSlot.HEAD, TileSlot.BATCH))
+            lengths = self.cta.lengths(k_state, self.lane)
+            first_row = self.cta.ragged_word(TileSlot.FIRST_ROW, k_state, self.lane)
             self.cta.rings.K.release(k_state, self.lane)
             k_state = k_state.next()
             batch = self.cta.memory_batch(batch)

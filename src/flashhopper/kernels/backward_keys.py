@@ -84,8 +84,9 @@ class KeysConsumer(BackwardConsumer):
         self.cta.rings.Q.wait(state.q)
         if number == 0:
             self.turns.await_tile(0)
+        stage_K = self.desc_K[None, None, None, place.k_state.stage]
         warpgroup.fence()
-        gemm(self.mmas.mma_S, self.acc_S, self.desc_K, self.desc_Q[None, None, None, state.q.stage], True)
+        gemm(self.mmas.mma_S, self.acc_S, stage_K, self.desc_Q[None, None, None, state.q.stage], True)
         lse = self.math.load_rows(self.math.sLSE, state.q.stage)
         warpgroup.wait_group(0)
         if number == 0:
@@ -103,7 +104,13 @@ class KeysConsumer(BackwardConsumer):
         rings.V.wait(place.v_state)
         rings.dO.wait(state.do)
         warpgroup.fence()
-        gemm(self.mmas.mma_S, self.acc_S, self.desc_V, self.desc_dO[None, None, None, stage_dO], True)
+        gemm(
+            self.mmas.mma_S,
+            self.acc_S,
+            self.desc_V[None, None, None, 0],
+            self.desc_dO[None, None, None, stage_dO],
+            True,
+        )
         gemm(self.mmas.mma_dV, self.acc_dV, self.rP, self.desc_dOt[None, None, None, stage_dO], False)
         delta = self.math.load_rows(self.math.sDelta, stage_dO)
         warpgroup.wait_group(1)

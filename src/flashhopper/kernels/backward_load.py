@@ -56,7 +56,7 @@ class BackwardProducer:
         """Tiles until none is left, then the end mark. The whole producer warp calls this."""
         config = self.cta.spec.config
         q_state, do_state = RingState.start(config.num_q_stages), RingState.start(config.num_do_stages)
-        k_state, v_state = RingState.start(1), RingState.start(1)
+        k_state, v_state = RingState.start(config.num_k_stages), RingState.start(1)
         tile = self.first_tile()
         while tile < self.grid.num_tiles:
             v_state, q_state, do_state = self.load_tile(tile, k_state, v_state, q_state, do_state)
@@ -66,8 +66,8 @@ class BackwardProducer:
         cute.arch.griddepcontrol_launch_dependents()
         self.cta.rings.K.wait_empty(k_state)
         if self.lane == 0:
-            self.cta.slot.post_end()
-            cute.arch.mbarrier_arrive(self.cta.rings.K.full)
+            self.cta.slot.post_end(k_state)
+            cute.arch.mbarrier_arrive(self.cta.rings.K.full + k_state.stage)
         self.cta.rings.Q.drain(q_state)
         self.cta.rings.dO.drain(do_state)
 
@@ -112,7 +112,7 @@ class BackwardProducer:
         key_tile = self.cta.key_tile(n_block, lengths)
         self.cta.rings.K.wait_empty(k_state)
         if self.lane == 0:
-            self.cta.slot.post(words)
+            self.cta.slot.post(words, k_state)
         key_coord = TileCoord(n_block, head_k, memory_batch)
         self.load(self.operands.K, self.cta.rings.K.arm(k_state, self.lane), key_coord, keys, k_state)
         cute.arch.griddepcontrol_wait()  # for what the preprocess kernel leaves; K does not depend on it

@@ -61,13 +61,14 @@ class GradientOutputs(NamedTuple):
 
 
 class TilePlace(NamedTuple):
-    """The tile at hand: its steps and coordinates, its sequence's lengths, and V's place in its ring."""
+    """The tile at hand: its steps and coordinates, its sequence's lengths, and K's and V's places in their rings."""
 
     tile: KeyTile
     n_block: Int32
     head: Int32
     batch: Int32
     lengths: Lengths
+    k_state: RingState
     v_state: RingState
 
 
@@ -120,8 +121,8 @@ class BackwardConsumer:
         self.skips = cta.spec.causal and config.key_groups > 1  # else every query block visited sees these keys
 
     def a_operand(self, tile: cute.Tensor) -> cute.Tensor:
-        """Descriptors of K or V."""
-        return self.mmas.mma_S.make_fragment_A(self.thr_S.partition_A(tile))[None, None, None, 0]
+        """Descriptors of K or V, stage by stage."""
+        return self.mmas.mma_S.make_fragment_A(self.thr_S.partition_A(tile))
 
     def b_operand(self, tile: cute.Tensor) -> cute.Tensor:
         """Descriptors of Q or dO, stage by stage, for the products that sum over head_dim."""
@@ -166,31 +167,31 @@ class BackwardConsumer:
     def run(self):
         """Tiles from the producer until the end mark."""
         state = ConsumerState.start(self.cta.spec.config)
-        k_state, v_state = RingState.start(1), RingState.start(1)
+        k_state, v_state = RingState.start(self.cta.spec.config.num_k_stages), RingState.start(1)
         self.start()
         n_block = self.cta.receive(k_state, self.lane)
         while n_block >= 0:
-            lengths = self.cta.lengths(self.lane)
+            lengths = self.cta.lengths(k_state, self.lane)
             tile = self.cta.key_tile(n_block, lengths)
             head, batch = Int32(0), Int32(0)
             if const_expr(self.cta.features.alibi is not None):
-                head, batch = self.head_and_batch()
+                head, batch = self.head_and_batch(k_state)
             self.clear()
             if tile.num_steps > 0:
-                state = self.visit(TilePlace(tile, n_block, head, batch, lengths, v_state), state)
+                state = self.visit(TilePlace(tile, n_block, head, batch, lengths, k_state, v_state), state)
                 self.release_values(v_state)
                 v_state = v_state.next()
-            head, batch = self.head_and_batch()  # again: what is kept over the loop takes registers
-            start = self.cta.ragged_word(TileSlot.START_K, self.lane)
-            lengths = self.cta.lengths(self.lane)
+            head, batch = self.head_and_batch(k_state)  # again: what is kept over the loop takes registers
+            start = self.cta.ragged_word(TileSlot.START_K, k_state, self.lane)
+            lengths = self.cta.lengths(k_state, self.lane)
             self.cta.rings.K.release(k_state, self.lane)
             k_state = k_state.next()
             self.write(GradientPlace(n_block, head, self.cta.memory_batch(batch), Rows(start, lengths.k)))
             n_block = self.cta.receive(k_state, self.lane)
 
-    def head_and_batch(self) -> tuple[Int32, Int32]:
+    def head_and_batch(self, k_state: RingState) -> tuple[Int32, Int32]:
         """Of the tile at hand, before K is released."""
-        return tuple(self.cta.slot.read(word, self.lane) for word in (TileSlot.HEAD, TileSlot.BATCH))
+        return tuple(self.cta.slot.read(word, k_state, self.lane) for word in (TileSlot.HEAD, TileSlot.BATCH))
 
     def start(self) -> None:
         """Before the first tile."""

@@ -55,8 +55,9 @@ class ValueConsumer(BackwardConsumer):
         """One query block."""
         rings = self.cta.rings
         rings.Q.wait(state.q)
+        stage_K = self.desc_K[None, None, None, place.k_state.stage]
         warpgroup.fence()
-        gemm(self.mmas.mma_S, self.acc_S, self.desc_K, self.desc_Q[None, None, None, state.q.stage], True)
+        gemm(self.mmas.mma_S, self.acc_S, stage_K, self.desc_Q[None, None, None, state.q.stage], True)
         lse = self.math.load_rows(self.math.sLSE, state.q.stage)
         warpgroup.wait_group(0)
         self.to_probabilities(place, state, number, self.acc_S, lse, self.rP, self.rF)
@@ -109,7 +110,13 @@ class KeyConsumer(BackwardConsumer):
         rings.V.wait(place.v_state)
         rings.dO.wait(state.do)
         warpgroup.fence()
-        gemm(self.mmas.mma_S, self.acc_dP, self.desc_V, self.desc_dO[None, None, None, state.do.stage], True)
+        gemm(
+            self.mmas.mma_S,
+            self.acc_dP,
+            self.desc_V[None, None, None, 0],
+            self.desc_dO[None, None, None, state.do.stage],
+            True,
+        )
         ptx.named_barrier_wait(BackwardBarrier.P_FULL, NUM_CONSUMERS * WARPGROUP_THREADS)
         self.copy_words(self.exchanged_P, packed(self.rP))
         ptx.named_barrier_arrive(BackwardBarrier.P_EMPTY, NUM_CONSUMERS * WARPGROUP_THREADS)

@@ -26,7 +26,7 @@ class BackwardLayouts(NamedTuple):
     """Swizzled shared-memory layouts. Q, K, V and dO are K-major where head_dim is summed over, and MN-major operands
     of the products that sum over rows, from the same bytes."""
 
-    K: cute.ComposedLayout  # (tile_n, head_dim, 1)
+    K: cute.ComposedLayout  # (tile_n, head_dim, num_k_stages)
     V: cute.ComposedLayout  # (tile_n, head_dim_v, 1)
     Q: cute.ComposedLayout  # (tile_m, head_dim, num_q_stages)
     dO: cute.ComposedLayout  # (tile_m, head_dim_v, num_do_stages)
@@ -37,15 +37,15 @@ class BackwardLayouts(NamedTuple):
         config, row = spec.config, LayoutEnum.ROW_MAJOR
         tile_m, tile_n = config.tile_m, config.tile_n
 
-        def keys(head_dim: int) -> cute.ComposedLayout:
-            return sm90.make_smem_layout_a(row, (tile_n, tile_m, head_dim), element, 1)
+        def keys(head_dim: int, stages: int) -> cute.ComposedLayout:
+            return sm90.make_smem_layout_a(row, (tile_n, tile_m, head_dim), element, stages)
 
         def queries(head_dim: int, stages: int) -> cute.ComposedLayout:
             return sm90.make_smem_layout_b(row, (tile_n, tile_m, head_dim), element, stages)
 
         return cls(
-            keys(spec.head_dim),
-            keys(spec.head_dim_v),
+            keys(spec.head_dim, config.num_k_stages),
+            keys(spec.head_dim_v, 1),
             queries(spec.head_dim, config.num_q_stages),
             queries(spec.head_dim_v, config.num_do_stages),
             sm90.make_smem_layout_a(row, (tile_m, spec.head_dim, tile_n), element, config.num_ds_stages),
@@ -62,12 +62,13 @@ def make_backward_storage(spec: BackwardSpec, layouts: BackwardLayouts, element:
 
     @cute.struct
     class BackwardStorage:
-        kv_barriers: cute.struct.MemRange[Int64, 4]
+        k_barriers: cute.struct.MemRange[Int64, 2 * config.num_k_stages]
+        v_barriers: cute.struct.MemRange[Int64, 2]
         q_barriers: cute.struct.MemRange[Int64, 2 * config.num_q_stages]
         do_barriers: cute.struct.MemRange[Int64, 2 * config.num_do_stages]
         ds_barriers: cute.struct.MemRange[Int64, 2 * config.num_ds_stages]
         dq_barriers: cute.struct.MemRange[Int64, 2 * config.num_dq_stages]
-        tile_slot: cute.struct.MemRange[Int32, TileSlot.WORDS]
+        tile_slots: cute.struct.MemRange[Int32, TileSlot.WORDS * config.num_k_stages]
         sLSE: cute.struct.Align[cute.struct.MemRange[Float32, config.tile_m * config.num_q_stages], 128]
         sDelta: cute.struct.Align[cute.struct.MemRange[Float32, config.tile_m * config.num_do_stages], 128]
         sK: tile(element, cute.cosize(layouts.K))
