@@ -12,7 +12,7 @@ from int32 import Int32
 
 from flashhopper.config import ROWS_PER_WARPGROUP
 from flashhopper.heuristics import BACKWARD_TABLE, TILE_TABLE
-from flashhopper.kernels.block_range import UNBOUNDED, BlockRange, KeyWindow, key_blocks, query_blocks
+from flashhopper.kernels.block_range import UNBOUNDED, BlockRange, KeyWindow, hides_all, key_blocks, query_blocks
 from flashhopper.reference import visible_keys
 
 TILES = sorted({(row.config.tile_m, row.config.tile_n) for row in TILE_TABLE})
@@ -139,6 +139,27 @@ def near(tile: int) -> st.SearchStrategy[int]:
     """Up to three tiles: anything, or within 1 of a multiple."""
     close = st.builds(lambda n, off: max(n * tile + off, 1), st.integers(0, 3), st.integers(-1, 1))
     return st.one_of(close, st.integers(1, 3 * tile))
+
+
+@given(
+    lengths=st.tuples(st.integers(1, 300), st.integers(1, 300)),
+    first_row=st.integers(0, 320),
+    first_key=st.integers(0, 320),
+    tile=st.tuples(st.sampled_from([1, 64, 128]), st.sampled_from([1, 64])),
+    chosen=st.one_of(st.none(), masks(300)),
+)
+def test_hidden_from_all(
+    lengths: tuple[int, int], first_row: int, first_key: int, tile: tuple[int, int], chosen: Masks | None
+) -> None:
+    """Rows and keys that exist: the mask hides all of them, or somebody sees one. None: the causal mask."""
+    (seqlen_q, seqlen_k), (num_rows, num_keys) = lengths, tile
+    seen = (chosen or Masks(-1, 0, 0)).seen(seqlen_q, seqlen_k)
+    block = seen[first_row : first_row + num_rows, first_key : first_key + num_keys]
+    window = None if chosen is None else chosen.window
+    hidden = hides_all(first_key, num_keys, first_row + seqlen_k - seqlen_q, num_rows, window)
+    assert not (hidden and bool(block.any()))
+    if block.shape == (num_rows, num_keys):  # else it may be the ends of the sequences that hide what there is
+        assert hidden == (not bool(block.any()))
 
 
 @pytest.mark.parametrize("tile_m, tile_n", TILES)

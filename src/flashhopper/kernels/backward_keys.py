@@ -17,6 +17,7 @@ from flashhopper.kernels.backward_mma import (
 )
 from flashhopper.kernels.backward_scores import packed
 from flashhopper.kernels.backward_smem import BackwardBarrier
+from flashhopper.kernels.block_range import hides_all
 from flashhopper.kernels.gemm import gemm
 from flashhopper.kernels.turns import TurnTaking
 
@@ -58,11 +59,11 @@ class KeysConsumer(BackwardConsumer):
         self.write_gradient(self.acc_dK, self.outputs.mdK, place, self.outputs.softmax_scale)
 
     def sees_nothing(self, place: TilePlace, step: Int32):
-        """Whether a causal mask hides all of this warpgroup's keys from the query block of a step."""
+        """Whether the mask hides all of this warpgroup's keys from the query block of a step."""
         config = self.cta.spec.config
         first_key = place.n_block * config.tile_n + ROWS_PER_WARPGROUP * self.key_group
-        end_query = (self.cta.m_block(place.tile, step) + 1) * config.tile_m
-        return first_key >= end_query + place.lengths.k - place.lengths.q
+        position = self.cta.m_block(place.tile, step) * config.tile_m + place.lengths.k - place.lengths.q
+        return hides_all(first_key, ROWS_PER_WARPGROUP, position, config.tile_m, self.cta.window)
 
     @cute.jit
     def skip(self, place: TilePlace, state, number: Int32):

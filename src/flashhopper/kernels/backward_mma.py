@@ -118,7 +118,8 @@ class BackwardConsumer:
         self.math = ScoreMath(cta, (tiles.sLSE, tiles.sDelta), scale_log2, self.key, self.lane)
         self.scores_shape = (config.tile_n, config.tile_m)
         self.exchanged_P = tiles.sP[None, self.thread, None]
-        self.skips = cta.spec.causal and config.key_groups > 1  # else every query block visited sees these keys
+        is_masked = cta.spec.causal or cta.spec.features.window
+        self.skips = is_masked and config.key_groups > 1  # else every query block visited sees these keys
 
     def a_operand(self, tile: cute.Tensor) -> cute.Tensor:
         """Descriptors of K or V, stage by stage."""

@@ -166,3 +166,14 @@ def query_blocks(
     num_blocks = num_m_blocks - first
     num_masked = maximum(first_whole - first, is_ragged * num_blocks)
     return QueryRange(first, num_masked, num_blocks, num_blocks - num_masked)
+
+
+def hides_all(first_key: Any, num_keys: int, first_position: Any, num_rows: int, window: KeyWindow | None) -> Any:
+    """Whether none of ``num_rows`` rows from ``first_position`` on sees one of ``num_keys`` keys from ``first_key`` on,
+    whatever the lengths; without a window by the causal mask."""
+    last_position = first_position + num_rows - 1
+    if window is None:
+        return first_key > last_position
+    first, _ = window.keys(first_position)
+    _, end = window.keys(last_position)
+    return (first_key + num_keys <= first) | (first_key >= end)
