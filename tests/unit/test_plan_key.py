@@ -286,6 +286,65 @@ def test_what_differs_from_step_to_step_is_no_part_of_a_key() -> None:
     assert None not in keys
 
 
+USED = Call(seqused=(Lengths(2), Lengths(2)), sink=(4,), slopes=(4,), options=AttentionOptions(window_size=(126, 5)))
+ONE = Call(cu_seqlens=(Lengths(2), Lengths(2)), seqused=(Lengths(1, step=2), None))
+# Pairs between which something differs, in validity or in what is launched; most second calls are wrong.
+TOLD_APART = [
+    *((USED, USED._replace(q=x)) for x in (Side(9, 2, 64), Side(9, 4, 32), Side(0, 4, 64), Side(1, 4, 64))),
+    *((USED, USED._replace(q=USED.q._replace(odd=odd))) for odd in ("padded", "row", "head", "last")),
+    *((USED, USED._replace(k=USED.k._replace(odd=odd))) for odd in ("padded", "row", "head", "last")),
+    *((USED, USED._replace(v=USED.v._replace(odd=odd))) for odd in ("padded", "row", "head", "last")),
+    *((USED, USED._replace(**{x: getattr(USED, x)._replace(dtype=torch.float16)})) for x in "qkv"),
+    *((USED, USED._replace(**{x: getattr(USED, x)._replace(card=1)})) for x in "qkv"),
+    *((USED, USED._replace(**{x: getattr(USED, x)._replace(rows=11)})) for x in "kv"),
+    *((USED, USED._replace(q=USED.q._replace(rows=x))) for x in (MAX_WINDOW_ROWS + 1, MAX_EXTENT + 1)),
+    *(
+        (USED, USED._replace(cu_seqlens=(Lengths(3), x)))
+        for x in (Lengths(4), Lengths(3, torch.int64), Lengths(3, step=2))
+    ),
+    *(
+        (USED, USED._replace(cu_seqlens=(x, Lengths(3))))
+        for x in (Lengths(4), Lengths(3, torch.int64), Lengths(3, card=1))
+    ),
+    *(
+        (USED, USED._replace(seqused=(Lengths(2), x)))
+        for x in (None, Lengths(3), Lengths(2, step=2), Lengths(2, card=1))
+    ),
+    *((USED, USED._replace(seqused=(x, Lengths(2)))) for x in (None, Lengths(1), Lengths(2, torch.int64))),
+    *((USED, USED._replace(max_seqlens=(5, x))) for x in (-1, 128, 2049, 2**31, True, 7.0)),
+    *((USED, USED._replace(max_seqlens=(x, 7))) for x in (-1, 6000, 2**31, True, 5.0)),
+    *((USED, USED._replace(sink=x)) for x in (None, (2,))),
+    *((USED, USED._replace(slopes=x)) for x in (None, (2,), (2, 4))),
+    (ONE, ONE._replace(cu_seqlens=(Lengths(3), Lengths(3)), seqused=(Lengths(2, step=2), None))),
+    *(
+        (Call(), Call(options=AttentionOptions(**{name: value})))
+        for name, value in (
+            ("softmax_scale", 0.125),
+            ("causal", True),
+            ("causal", 0),
+            ("window_size", (-1.0, -1)),
+            ("window_size", (3, -1)),
+            ("attention_chunk", 64),
+            ("attention_chunk", False),
+            ("softcap", 30.0),
+            ("softcap", False),
+            ("num_splits", True),
+            ("pack_gqa", False),
+            ("deterministic", True),
+            ("deterministic", 0),
+            ("sm_margin", 1),
+            ("sm_margin", False),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("first, second", TOLD_APART, ids=map(str, range(len(TOLD_APART))))
+def test_what_matters_tells_keys_apart(first: Call, second: Call) -> None:
+    assert key_of(first.arguments(True)) is not None
+    assert key_of(first.arguments(True)) != key_of(second.arguments(True))
+
+
 def test_a_problem_on_the_host_is_the_same_one() -> None:
     """Facts are posed here and gathered there: both ways give one problem."""
     q, k, v, options, _, ragged = Call().arguments(True)
