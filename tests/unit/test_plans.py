@@ -262,9 +262,9 @@ def test_the_second_backward_has_its_own_tensors(card: PosedCard, deterministic:
         before, main, after = gradients_of([q, k, v], good(q, k, v, deterministic=deterministic), card)
         inputs, _, _, accumulator, _, counter, semaphores, *_ = main[1]
         assert [x.data_ptr() for x in inputs[:3]] == [x.data_ptr() for x in (q, k, v)]
-        workspace = before[1][-2]
+        workspace = before[1][-3]
         assert counter is workspace
-        assert before[1][-3].data_ptr() == accumulator.data_ptr() == after[1][0].data_ptr()
+        assert before[1][-4].data_ptr() == accumulator.data_ptr() == after[1][0].data_ptr()
         assert (semaphores is None) != deterministic
         if deterministic:
             assert workspace.numel() == 1 + semaphores.numel()
