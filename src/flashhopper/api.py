@@ -8,8 +8,15 @@ import torch
 
 from flashhopper import fp8, ops
 from flashhopper.config import ScaleKind
-from flashhopper.fp8 import Accumulate, Descales, Fp8QKV, Fp8Recipe, Fp8Tensor
-from flashhopper.problem import AttentionOptions, RaggedTensors, SoftmaxTensors, refuse_tensors, split_qkv
+from flashhopper.fp8 import NO_DESCALES, Accumulate, Descales, Fp8QKV, Fp8Recipe, Fp8Tensor
+from flashhopper.problem import (
+    NO_SOFTMAX_TENSORS,
+    AttentionOptions,
+    RaggedTensors,
+    SoftmaxTensors,
+    refuse_tensors,
+    split_qkv,
+)
 
 
 def flash_attn_func(
@@ -87,11 +94,16 @@ def flash_attn_func(
         RuntimeError: a GPU that is not Hopper; a second derivative on CUDA tensors or inside ``torch.compile``.
         ImportError: a kernel is needed and the CuTe DSL is not installed.
     """
-    refuse_tensors(qv=qv)
+    if qv is not None:
+        refuse_tensors(qv=qv)
     options = AttentionOptions(
         softmax_scale, causal, window_size, attention_chunk, softcap, num_splits, pack_gqa, deterministic, sm_margin
     )
-    softmax_tensors, descales = SoftmaxTensors(learnable_sink, alibi_slopes), Descales(q_descale, k_descale, v_descale)
+    softmax_tensors, descales = NO_SOFTMAX_TENSORS, NO_DESCALES
+    if learnable_sink is not None or alibi_slopes is not None:
+        softmax_tensors = SoftmaxTensors(learnable_sink, alibi_slopes)
+    if q_descale is not None or k_descale is not None or v_descale is not None:
+        descales = Descales(q_descale, k_descale, v_descale)
     if fp8.is_fp8(q, k, v):
         out, lse = fp8.attention(q, k, v, options, descales, fp8_accumulate, softmax_tensors)
     else:
@@ -264,12 +276,16 @@ def flash_attn_varlen_func(
     Raises:
         As :func:`flash_attn_func`.
     """
-    refuse_tensors(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    if qv is not None or q_descale is not None or k_descale is not None or v_descale is not None:
+        refuse_tensors(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     options = AttentionOptions(
         softmax_scale, causal, window_size, attention_chunk, softcap, num_splits, pack_gqa, deterministic, sm_margin
     )
     ragged = RaggedTensors(max_seqlen_q, max_seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    out, lse = ops.attention(q, k, v, options, SoftmaxTensors(learnable_sink, alibi_slopes), ragged)
+    softmax_tensors = NO_SOFTMAX_TENSORS
+    if learnable_sink is not None or alibi_slopes is not None:
+        softmax_tensors = SoftmaxTensors(learnable_sink, alibi_slopes)
+    out, lse = ops.attention(q, k, v, options, softmax_tensors, ragged)
     return (out, lse) if return_lse or return_attn_probs else out
 
 

@@ -139,9 +139,12 @@ def _check_head_dim(name: str, head_dim: int) -> None:
         )
 
 
-def is_fp8(*tensors: Any) -> bool:
+def is_fp8(q: Any, k: Any, v: Any) -> bool:
     """Whether one of the tensors is quantised, or raw e4m3."""
-    return any(isinstance(x, Fp8Tensor) or getattr(x, "dtype", None) == E4M3 for x in tensors)
+    try:
+        return q.dtype is E4M3 or k.dtype is E4M3 or v.dtype is E4M3
+    except AttributeError:  # quantised, or no tensor
+        return any(isinstance(x, Fp8Tensor) or getattr(x, "dtype", None) == E4M3 for x in (q, k, v))
 
 
 class Descales(NamedTuple):
@@ -177,8 +180,13 @@ class Descales(NamedTuple):
         return value
 
 
+NO_DESCALES = Descales()
+
+
 def refuse(descales: Descales, accumulate: Any) -> None:
     """For 16-bit tensors: ValueError for an argument that has no meaning with them."""
+    if descales is NO_DESCALES and accumulate == "two_level":
+        return
     descales.refuse("q, k and v are not")
     if accumulate != "two_level":
         raise ValueError(f"fp8_accumulate is {accumulate!r}, but q, k and v are not FP8")

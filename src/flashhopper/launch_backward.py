@@ -1,10 +1,9 @@
-"""From saved tensors and the output's gradient to launched backward kernels: plan once, then only allocate and call."""
+"""From saved tensors and the output's gradient to launched backward kernels, planned as the forward is."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,16 +20,18 @@ from flashhopper.device import hopper_multiprocessors
 from flashhopper.heuristics import features_of, select_backward_spec
 from flashhopper.launch import (
     MAX_TILES,
-    NO_SOFTMAX_TENSORS,
     Given,
     KernelScales,
+    Layout,
     Schedule,
+    compact,
     given,
     kernel_window,
-    types_of,
     with_batch,
 )
+from flashhopper.plan_key import Key, call_key, remember
 from flashhopper.problem import (
+    NO_SOFTMAX_TENSORS,
     AttentionOptions,
     AttentionProblem,
     RaggedFacts,
@@ -38,7 +39,7 @@ from flashhopper.problem import (
     SoftmaxTensors,
     TensorFacts,
 )
-from flashhopper.tma_view import TmaView, aligned
+from flashhopper.tma_view import TMA_ALIGNMENT, TmaView, aligned
 
 ROW_PADDING = 128  # rows of the per-row statistics and of the dQ accumulator: a multiple of every tile_m
 
@@ -62,6 +63,10 @@ class Saved(NamedTuple):
     lse: torch.Tensor
 
 
+_plans: dict[Key, _BackwardPlan | None] = {}
+_UNKNOWN = object()
+
+
 def backward(
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -81,15 +86,33 @@ def backward(
     ``dout`` has out's shape, ``(batch, seqlen_q, heads, head_dim_v)`` or ``(total_q, heads, head_dim_v)``, and any
     strides; ``grad_lse`` has LSE's, ``(batch, heads, seqlen_q)`` or ``(heads, total_q)``, or is None.
     """
-    problem = AttentionProblem.from_tensors(q, k, v, options, ragged)
     if dout.stride(-1) != 1:  # what sum() and mean() send back is one expanded number
         dout = dout.contiguous()
-    facts = TensorFacts.of(out), TensorFacts.of(dout)
-    has = given(problem, softmax_tensors)
-    plan = _plan(problem, facts, types_of(options), has, grad_lse is not None, config)
+    saved = Saved(q, k, v, out, lse)
+    key = (
+        call_key(q, k, v, options, softmax_tensors, ragged),
+        out.shape[:-1] == q.shape[:-1] == dout.shape[:-1],
+        out.shape[-1],
+        dout.shape[-1],
+        out.stride(),
+        dout.stride(),
+        out.dtype,
+        dout.dtype,
+        out.device,
+        dout.device,
+        grad_lse is None,
+        config,
+    )
+    plan: Any = _plans.get(key, _UNKNOWN)
+    if plan is _UNKNOWN:
+        problem = AttentionProblem.from_tensors(q, k, v, options, ragged).validate()
+        has = given(problem, softmax_tensors)
+        plan = make_plan(problem, (TensorFacts.of(out), TensorFacts.of(dout)), has, grad_lse is not None, config)
+        remember(_plans, key, plan)
     if plan is None:
-        return _gradients_without_pairs(Saved(q, k, v, out, lse), grad_lse, softmax_tensors.learnable_sink)
-    return plan(Saved(q, k, v, out, lse), dout, grad_lse, softmax_tensors, ragged)
+        return _gradients_without_pairs(saved, grad_lse, softmax_tensors.learnable_sink)
+    gradients: Gradients = plan(saved, dout, grad_lse, softmax_tensors, ragged)
+    return gradients
 
 
 def _gradients_without_pairs(saved: Saved, grad_lse: torch.Tensor | None, sink: torch.Tensor | None) -> Gradients:
@@ -104,17 +127,15 @@ def _gradients_without_pairs(saved: Saved, grad_lse: torch.Tensor | None, sink: 
     return Gradients(dq, dk, dv, dsink)
 
 
-@lru_cache(maxsize=4096)
-def _plan(
+def make_plan(
     problem: AttentionProblem,
     facts: tuple[TensorFacts, TensorFacts],
-    option_types: tuple[type, ...],
-    has: Given | None,
-    has_lse_grad: bool,
-    config: BackwardConfig | None,
+    has: Given | None = None,
+    has_lse_grad: bool = False,
+    config: BackwardConfig | None = None,
 ) -> _BackwardPlan | None:
-    """None where a side is empty: every gradient of q, k and v is 0."""
-    problem.validate()
+    """For a validated problem, and facts of out and dout. None where a side is empty: every gradient of q, k and v is
+    0."""
     out, dout = facts
     shape = problem.out_shape
     for name, found in (("out", out), ("dout", dout)):
@@ -126,8 +147,24 @@ def _plan(
     return _BackwardPlan(problem, facts, num_sms, has, has_lse_grad, config)
 
 
+class Workspaces(NamedTuple):
+    """What the kernels work in, for one number of rows and sequences."""
+
+    statistics: Layout
+    """Of LSE in base 2, and of delta."""
+    accumulator: Layout
+    chunked: tuple[int, ...]
+    """The accumulator's shape as the main kernel sees it."""
+    sink_parts: tuple[int, ...]
+    """Shape of each preprocess warp's part of the sink's gradient."""
+    semaphores: Layout | None
+    words: int
+    """int32: the tile counter, and the semaphores."""
+
+
 class _BackwardPlan:
-    """Three compiled kernels, and all that does not change between two calls with the same problem."""
+    """Three compiled kernels and their arguments but for tensors. Of a ragged problem it serves all lengths with the
+    same :func:`call_key`."""
 
     def __init__(
         self,
@@ -138,39 +175,51 @@ class _BackwardPlan:
         has_lse_grad: bool,
         config: BackwardConfig | None,
     ):
-        self.problem, self.max_ctas = problem, num_sms - problem.options.sm_margin
-        self.features = replace(features_of(problem, *(has or ())), sink=False)
-        spec = select_backward_spec(problem, config, self.features)
+        self.max_ctas = num_sms - problem.options.sm_margin
+        self.dtype, self.device, self.device_index = problem.dtype, problem.device, problem.device.index
+        features = replace(features_of(problem, *(has or ())), sink=False)
+        self.is_plain = features == PLAIN
+        self.spec = spec = select_backward_spec(problem, config, features)
+        self.heads, self.heads_k = problem.num_heads, problem.num_heads_k
         tensors: tuple[TensorFacts, ...] = (problem.q, problem.k, problem.v, *facts)
-        self.batch, padded_rows = problem.batch, -(-problem.seqlen_q // ROW_PADDING) * ROW_PADDING
         self.schedules: tuple[Schedule, Schedule] | None = None
         if problem.ragged is not None:
             self.schedules = _schedules(problem, problem.ragged, spec.config.tile_n)
             tensors = tuple(map(with_batch, tensors))
-            self.batch, padded_rows = 1, ragged_rows(problem.rows_q, problem.batch)
-        heads = self.batch * problem.num_heads
-        row_blocks = padded_rows // ROWS_PER_WARPGROUP
-        key_tiles = -(-problem.rows_k // spec.config.tile_n) * self.batch * problem.num_heads_k
-        if max(heads * row_blocks, key_tiles) > MAX_TILES:
-            raise ValueError(
-                f"q has shape {tuple(problem.q.shape)}, k {tuple(problem.k.shape)}: more than {MAX_TILES} tiles"
-            )
+        self.workspaces = self.workspaces_for(problem.batch, problem.rows_q, problem.rows_k)
+        self.gradient_layouts = [compact(x.shape) for x in problem[:3]]
         is_ragged = problem.ragged is not None
         dims = spec.head_dim, spec.head_dim_v
         has_sink = has is not None and has.sink
         self.preprocess = get_kernel(PreprocessSpec(spec.dtype, *dims, has_lse_grad, is_ragged, has_sink))
         self.kernel = get_kernel(spec)
         self.postprocess = get_kernel(PostprocessSpec(spec.dtype, spec.head_dim, is_ragged))
-        self.sink_parts_shape = (heads, row_blocks, PREPROCESS_WARPS)
-        self.statistics_shape = (2, self.batch, problem.num_heads, padded_rows)
-        self.accumulator_shape = (heads, row_blocks, ROWS_PER_WARPGROUP * spec.head_dim)
-        chunks = spec.head_dim // spec.config.dq_columns
-        self.chunked_shape = (heads, row_blocks, chunks, ROWS_PER_WARPGROUP * spec.config.dq_columns)
-        m_blocks = -(-padded_rows // spec.config.tile_m)
-        self.semaphores_shape = (heads, m_blocks) if spec.deterministic else None
-        self.workspace_words = 1 + (heads * m_blocks if spec.deterministic else 0)
         self.scale, self.scales, self.window = problem.softmax_scale, KernelScales.of(problem), kernel_window(problem)
-        self.views = [TmaView(found) for found in tensors]
+        views = [TmaView(found) for found in tensors]
+        self.views = views if any(view.changes for view in views) else None
+
+    def workspaces_for(self, batch: int, rows_q: int, rows_k: int) -> Workspaces:
+        """ValueError if there are too many tiles."""
+        padded_rows = -(-rows_q // ROW_PADDING) * ROW_PADDING
+        if self.schedules is not None:
+            by_keys, by_queries = self.schedules
+            by_keys.max_tiles(rows_k, batch)
+            by_queries.max_tiles(rows_q, batch)
+            batch, padded_rows = 1, ragged_rows(rows_q, batch)
+        spec, config, heads = self.spec, self.spec.config, batch * self.heads
+        row_blocks, m_blocks = padded_rows // ROWS_PER_WARPGROUP, -(-padded_rows // config.tile_m)
+        key_tiles = -(-rows_k // config.tile_n) * batch * self.heads_k
+        if max(heads * row_blocks, key_tiles) > MAX_TILES:
+            raise ValueError(f"{rows_q} rows of q and {rows_k} of k are more than {MAX_TILES} tiles")
+        columns = config.dq_columns
+        return Workspaces(
+            compact((batch, self.heads, padded_rows)),
+            compact((heads, row_blocks, ROWS_PER_WARPGROUP * spec.head_dim)),
+            (heads, row_blocks, spec.head_dim // columns, ROWS_PER_WARPGROUP * columns),
+            (heads, row_blocks, PREPROCESS_WARPS),
+            compact((heads, m_blocks)) if spec.deterministic else None,
+            1 + (heads * m_blocks if spec.deterministic else 0),
+        )
 
     def __call__(
         self,
@@ -180,47 +229,42 @@ class _BackwardPlan:
         softmax_tensors: SoftmaxTensors,
         ragged: RaggedTensors | None,
     ) -> Gradients:
-        with torch.cuda.device(self.problem.device):
-            return self._launch(saved, dout, grad_lse, softmax_tensors, ragged)
-
-    def _launch(
-        self,
-        saved: Saved,
-        dout: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        softmax_tensors: SoftmaxTensors,
-        ragged: RaggedTensors | None,
-    ) -> Gradients:
-        p, device = self.problem, self.problem.device
-        lse, sink = saved.lse, softmax_tensors.learnable_sink
-        inputs: tuple[torch.Tensor, ...] = (saved.q, saved.k, saved.v, saved.out, dout)
-        by_keys = by_queries = None
+        if self.device_index != torch.cuda.current_device():
+            with torch.cuda.device(self.device_index):
+                return self(saved, dout, grad_lse, softmax_tensors, ragged)
+        device, sink = self.device, softmax_tensors.learnable_sink
+        q, k, v, out, lse = saved
+        dq, dk, dv = gradients = self._empty_gradients(q, k)
+        spaces, batch, by_keys, by_queries = self.workspaces, q.shape[0], None, None
         if self.schedules is not None and ragged is not None:
-            by_keys, by_queries = (schedule(ragged) for schedule in self.schedules)
-            inputs = tuple(tensor.unsqueeze(0) for tensor in inputs)
-            lse = lse.unsqueeze(0)
-        q, k, v, out, dout = (
-            aligned(view(tensor) if view.changes else tensor) for view, tensor in zip(self.views, inputs, strict=True)
-        )
-        statistics = torch.empty(self.statistics_shape, dtype=torch.float32, device=device)
-        accumulator = torch.empty(self.accumulator_shape, dtype=torch.float32, device=device)
-        dq, dk, dv = (torch.empty(facts.shape, dtype=p.dtype, device=device) for facts in (p.q, p.k, p.v))
+            batch = ragged.cu_seqlens_q.shape[0] - 1
+            spaces = self.workspaces_for(batch, q.shape[0], k.shape[0])
+            by_keys, by_queries = self.schedules[0](ragged, k.shape[0]), self.schedules[1](ragged, q.shape[0])
+            q, k, v, out, dout, lse, dq, dk, dv = (x.unsqueeze(0) for x in (*saved[:4], dout, lse, *gradients))
+        if self.views is not None:
+            inputs = zip(self.views, (q, k, v, out, dout), strict=True)
+            q, k, v, out, dout = (view(tensor) if view.changes else tensor for view, tensor in inputs)
+        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout.data_ptr()
+        if addresses % TMA_ALIGNMENT:
+            q, k, v, out, dout = map(aligned, (q, k, v, out, dout))
+        lse_log2 = torch.empty_strided(*spaces.statistics, dtype=torch.float32, device=device)
+        delta = torch.empty_strided(*spaces.statistics, dtype=torch.float32, device=device)
+        accumulator = torch.empty_strided(*spaces.accumulator, dtype=torch.float32, device=device)
         # The preprocess kernel zeroes it, but does not know how many CTAs it has if ragged.
         allocate = torch.empty if by_keys is None else torch.zeros
-        workspace = allocate(self.workspace_words, dtype=torch.int32, device=device)
-        lse_log2, delta = statistics.unbind()
-        semaphores = workspace[1:].view(self.semaphores_shape) if self.semaphores_shape is not None else None
+        workspace = allocate(spaces.words, dtype=torch.int32, device=device)
+        semaphores = workspace.as_strided(*spaces.semaphores, 1) if spaces.semaphores is not None else None
         if grad_lse is not None:
             grad_lse = grad_lse.contiguous().view(lse.shape)
         sink_parts = sinks = None
         if sink is not None:  # of a ragged batch not every row block is a sequence's
-            sink_parts = allocate(self.sink_parts_shape, dtype=torch.float32, device=device)
+            sink_parts = allocate(spaces.sink_parts, dtype=torch.float32, device=device)
             sinks = sink.detach().float().contiguous(), sink_parts
         features = None
-        if self.features != PLAIN:
+        if not self.is_plain:
             slopes = None
             if softmax_tensors.alibi_slopes is not None:
-                slopes = self.scales.slopes(softmax_tensors.alibi_slopes, p.batch)
+                slopes = self.scales.slopes(softmax_tensors.alibi_slopes, batch)
             features = (self.window, self.scales.softcap, slopes, None, by_keys)
         # From here on nothing else may be launched: each kernel starts under the end of the one before it.
         self.preprocess(out, dout, lse, grad_lse, lse_log2, delta, accumulator, workspace, sinks, by_queries)
@@ -228,20 +272,35 @@ class _BackwardPlan:
             (q, k, v, dout),
             lse_log2,
             delta,
-            accumulator.view(self.chunked_shape),
-            (_as_batch(dk), _as_batch(dv)),
-            workspace[:1],
+            accumulator.view(spaces.chunked),
+            (dk, dv),
+            workspace,
             semaphores,
             self.scale,
             self.scales.scale_log2,
             self.max_ctas,
             features,
         )
-        self.postprocess(accumulator, _as_batch(dq), self.scale, by_queries)
+        self.postprocess(accumulator, dq, self.scale, by_queries)
         dsink = None
         if sink is not None and sink_parts is not None:
-            dsink = sink_parts.view(self.batch, p.num_heads, -1).sum((0, 2), dtype=torch.float32).to(sink.dtype)
-        return Gradients(dq, dk, dv, dsink)
+            of_heads = sink_parts.view(lse_log2.shape[0], self.heads, -1)
+            dsink = of_heads.sum((0, 2), dtype=torch.float32).to(sink.dtype)
+        return Gradients(*gradients, dsink)
+
+    def _empty_gradients(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dtype, device = self.dtype, self.device
+        of_q, of_k, of_v = self.gradient_layouts
+        if self.schedules is not None:  # rows differ from call to call, their strides do not
+            of_q, of_k, of_v = (
+                ((rows, *shape[1:]), strides)
+                for rows, (shape, strides) in zip((q.shape[0], k.shape[0], k.shape[0]), (of_q, of_k, of_v), strict=True)
+            )
+        return (
+            torch.empty_strided(*of_q, dtype=dtype, device=device),
+            torch.empty_strided(*of_k, dtype=dtype, device=device),
+            torch.empty_strided(*of_v, dtype=dtype, device=device),
+        )
 
 
 def ragged_rows(total_rows: int, batch: int) -> int:
@@ -252,12 +311,5 @@ def ragged_rows(total_rows: int, batch: int) -> int:
 
 def _schedules(problem: AttentionProblem, ragged: RaggedFacts, tile_n: int) -> tuple[Schedule, Schedule]:
     """By keys for the main kernel; by queries for those before and after it."""
-    by_keys = Schedule(ragged, by_keys=True, total_rows=problem.rows_k, tile_rows=tile_n, heads=problem.num_heads_k)
-    return by_keys, Schedule(
-        ragged, by_keys=False, total_rows=problem.rows_q, tile_rows=ROW_PADDING, heads=problem.num_heads
-    )
-
-
-def _as_batch(tensor: torch.Tensor) -> torch.Tensor:
-    """Packed sequences as a batch of 1."""
-    return tensor if tensor.dim() == 4 else tensor.unsqueeze(0)
+    by_keys = Schedule(ragged, by_keys=True, tile_rows=tile_n, heads=problem.num_heads_k)
+    return by_keys, Schedule(ragged, by_keys=False, tile_rows=ROW_PADDING, heads=problem.num_heads)

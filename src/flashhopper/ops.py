@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from flashhopper import launch, launch_backward, torch_library
+from flashhopper.launch import Plan
 from flashhopper.launch_backward import Saved
+from flashhopper.plan_key import PLAIN_TENSORS
 from flashhopper.problem import AttentionOptions, RaggedTensors, SoftmaxTensors
 
 
@@ -23,14 +25,13 @@ class _Attention(torch.autograd.Function):
         v: torch.Tensor,
         learnable_sink: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
-        options: AttentionOptions,
+        plan: Plan,
         ragged: RaggedTensors | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        softmax_tensors = SoftmaxTensors(learnable_sink, alibi_slopes)
-        out, lse = launch.forward(q, k, v, options, ragged=ragged, softmax_tensors=softmax_tensors)
+        out, lse = plan(q, k, v, SoftmaxTensors(learnable_sink, alibi_slopes), ragged)
         ctx.max_seqlens, lengths = ((), ()) if ragged is None else (ragged[:2], ragged[2:])
         ctx.save_for_backward(q, k, v, out, lse, learnable_sink, alibi_slopes, *lengths)
-        ctx.options = options
+        ctx.options = plan.options
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -94,6 +95,11 @@ def kernel_gradients(
     grad_out, grad_lse = grads
     if grad_out is None:
         grad_out = torch.zeros_like(saved.out)
+    if not torch.is_grad_enabled():  # no graph through the backward is asked for: create_graph=False
+        softmax_tensors = SoftmaxTensors(learnable_sink, alibi_slopes)
+        return launch_backward.backward(
+            grad_out, *saved, options, grad_lse, ragged=ragged, softmax_tensors=softmax_tensors
+        )
     gradients: tuple[torch.Tensor | None, ...] = _AttentionBackward.apply(
         grad_out, *saved, learnable_sink, alibi_slopes, grad_lse, options, ragged
     )
@@ -113,32 +119,39 @@ def attention(
 
     Where a graph is recorded or transformed it is an operator of :mod:`flashhopper.torch_library`.
     """
-    if torch.compiler.is_compiling() or _is_recorded(q):
+    if _is_compiling() or _num_dispatch_modes() > 0:  # fake tensors, selective checkpointing
         return torch_library.attention(q, k, v, options, softmax_tensors, ragged)
-    if _functorch_level() is not None and isinstance(q, torch.Tensor) and q.is_cuda:
-        return torch_library.transformable_attention(q, k, v, options, softmax_tensors, ragged)
-    return _attention(q, k, v, options, softmax_tensors, ragged)
+    is_transformed = _functorch_level() is not None and isinstance(q, torch.Tensor) and q.is_cuda
+    plan = None if is_transformed else launch.known_plan(q, k, v, options, softmax_tensors, ragged)
+    if plan is None:
+        if type(q) not in PLAIN_TENSORS and isinstance(q, torch.Tensor):  # such as DTensor
+            return torch_library.attention(q, k, v, options, softmax_tensors, ragged)
+        if is_transformed:
+            return torch_library.transformable_attention(q, k, v, options, softmax_tensors, ragged)
+        plan = launch.new_plan(q, k, v, options, softmax_tensors, ragged)
+    return _attention(plan, q, k, v, softmax_tensors, ragged)
 
 
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
+_is_compiling = torch.compiler.is_compiling
 _num_dispatch_modes, _functorch_level = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
-
-
-def _is_recorded(q: torch.Tensor) -> bool:
-    """By a dispatch mode (fake tensors, selective checkpointing) or a tensor subclass such as DTensor."""
-    return _num_dispatch_modes() > 0 or (type(q) not in _PLAIN and isinstance(q, torch.Tensor))
+_unwrap_if_dead = torch._C._functorch.unwrap_if_dead
+# As torch.autograd.Function.apply, which first looks for transforms, where attention() has looked already.
+_record = super(torch.autograd.Function, _Attention).apply
 
 
 def _attention(
+    plan: Plan,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    options: AttentionOptions,
     softmax_tensors: SoftmaxTensors,
     ragged: RaggedTensors | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    needs_grad = torch.is_grad_enabled() and isinstance(q, torch.Tensor) and q.is_cuda
-    if needs_grad and any(getattr(t, "requires_grad", False) for t in (q, k, v, *softmax_tensors)):
-        result: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(q, k, v, *softmax_tensors, options, ragged)
-        return result
-    return launch.forward(q, k, v, options, ragged=ragged, softmax_tensors=softmax_tensors)
+    """Run a plan, recorded by autograd if an input needs a gradient."""
+    if not plan.is_differentiable and torch.is_grad_enabled():
+        sink, slopes = softmax_tensors
+        if q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad):
+            q, k, v = _unwrap_if_dead(q), _unwrap_if_dead(k), _unwrap_if_dead(v)
+            result: tuple[torch.Tensor, torch.Tensor] = _record(q, k, v, sink, slopes, plan, ragged)
+            return result
+    return plan(q, k, v, softmax_tensors, ragged)

@@ -14,6 +14,7 @@ MAX_HEAD_DIM = 256
 MAX_SOFTMAX_SCALE = 2.0**20  # with scores of ordinary size stays below what the kernels' exponents can hold
 MAX_EXTENT = 2**31 - 1024  # rows, up to the end of the last tile, and heads are 32-bit; offsets in elements 64-bit
 MAX_WINDOW_ROWS = 2**30 - 1024  # sums of a position and a window's sides must fit 32 bits
+NO_WINDOW = (-1, -1)
 DTYPES: dict[torch.dtype, Dtype] = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 CPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -37,7 +38,7 @@ class AttentionOptions(NamedTuple):
 
     softmax_scale: float | None = None
     causal: bool = False
-    window_size: tuple[int, int] = (-1, -1)
+    window_size: tuple[int, int] = NO_WINDOW
     attention_chunk: int = 0
     softcap: float = 0.0
     num_splits: int = 1
@@ -128,12 +129,31 @@ class SoftmaxTensors(NamedTuple):
     alibi_slopes: torch.Tensor | None = None
 
 
+NO_SOFTMAX_TENSORS = SoftmaxTensors()
+
+
 class Mask(NamedTuple):
     """Which of the kernels' masks a call needs."""
 
     causal: bool
     window: tuple[int, int, int] | None
     """Keys to the left and to the right (-1: without bound), keys per chunk (0: no chunks)."""
+
+
+def mask_of(options: AttentionOptions, seqlen_q: int, seqlen_k: int) -> Mask:
+    """What the mask options come to. A window that hides nothing is none, and one that ends at the row's own position
+    and has no other end is causal."""
+    left, right = options.window_size
+    chunk = options.attention_chunk
+    if left >= seqlen_k - 1:
+        left = -1
+    if options.causal:
+        right = 0  # at most: a causal window never looks ahead
+    elif right >= seqlen_q - 1:
+        right = -1
+    if chunk == 0 and left == -1 and right in (-1, 0):
+        return Mask(causal=right == 0, window=None)
+    return Mask(causal=False, window=(left, right, chunk))
 
 
 class AttentionProblem(NamedTuple):
@@ -308,20 +328,7 @@ class AttentionProblem(NamedTuple):
 
     @property
     def mask(self) -> Mask:
-        """What the mask options come to. A window that hides nothing is none, and one that ends at the row's own
-        position and has no other end is causal."""
-        options = self.options
-        left, right = options.window_size
-        chunk = options.attention_chunk
-        if left >= self.seqlen_k - 1:
-            left = -1
-        if options.causal:
-            right = 0  # at most: a causal window never looks ahead
-        elif right >= self.seqlen_q - 1:
-            right = -1
-        if chunk == 0 and left == -1 and right in (-1, 0):
-            return Mask(causal=right == 0, window=None)
-        return Mask(causal=False, window=(left, right, chunk))
+        return mask_of(self.options, self.seqlen_q, self.seqlen_k)
 
     def check_softmax_tensors(self, tensors: SoftmaxTensors) -> None:
         """TypeError, ValueError or NotImplementedError unless these fit the problem."""
@@ -457,7 +464,7 @@ class _Option(NamedTuple):
 
 
 _OPTIONS = {
-    "window_size": _Option((tuple,), ((-1, -1),), _check_window),
+    "window_size": _Option((tuple,), (), _check_window),
     "attention_chunk": _Option((int,), (0,), _check_chunk),
     "softcap": _Option((float, int), (0.0,), _check_softcap),
     "num_splits": _Option((int,), (1,)),

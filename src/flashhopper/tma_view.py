@@ -24,7 +24,6 @@ class TmaView:
 
     def __init__(self, facts: TensorFacts):
         unit = TMA_ALIGNMENT // facts.dtype.itemsize
-        self.shape = tuple(facts.shape)
         # The stride of an extent of 1 is never used: any multiple will do where the tensor's own does not.
         used = zip(facts.shape[:3], facts.stride[:3], strict=True)
         self.stride = (*(unit if extent == 1 and not _fits_tma(stride, unit) else stride for extent, stride in used), 1)
@@ -34,4 +33,4 @@ class TmaView:
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.copies:
             return tensor.clone(memory_format=torch.contiguous_format)
-        return tensor.as_strided(self.shape, self.stride)
+        return tensor.as_strided(tensor.shape, self.stride)

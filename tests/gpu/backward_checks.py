@@ -75,8 +75,9 @@ def take_gradients(tensors: Tensors, incoming: Incoming, options: AttentionOptio
 
 @contextmanager
 def fenced_allocations() -> Iterator[set[int]]:
-    """What is taken from ``torch.empty`` or ``torch.empty_like`` inside is NaN (integers: their largest value) until a
-    kernel writes it, and lies between fences that nobody may touch. Yields the addresses of these allocations.
+    """What is taken from ``torch.empty``, ``empty_like`` or ``empty_strided`` inside is NaN (integers: their largest
+    value) until a kernel writes it, and lies between fences that nobody may touch. Yields the addresses of these
+    allocations.
     """
     buffers: list[torch.Tensor] = []
     addresses: set[int] = set()
@@ -91,7 +92,15 @@ def fenced_allocations() -> Iterator[set[int]]:
     def fenced_empty_like(x: torch.Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
         return fenced_empty(x.shape, dtype=dtype or x.dtype, device=x.device)
 
-    with mock.patch.object(torch, "empty", fenced_empty), mock.patch.object(torch, "empty_like", fenced_empty_like):
+    def fenced_empty_strided(
+        shape: tuple[int, ...], strides: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        inside = fenced_empty(shape, dtype=dtype, device=device)
+        assert inside.stride() == strides
+        return inside
+
+    fenced = {"empty": fenced_empty, "empty_like": fenced_empty_like, "empty_strided": fenced_empty_strided}
+    with mock.patch.multiple(torch, **fenced):
         yield addresses
     for buffer in buffers:
         untouched = torch.full((FENCE,), poison(buffer.dtype), dtype=buffer.dtype, device=buffer.device)
@@ -112,7 +121,7 @@ def run_gradients(tensors: Tensors, incoming: Incoming, options: AttentionOption
     if tensors[0].numel() and tensors[1].numel():
         for name, gradient in zip(NAMES, gradients, strict=True):
             where = gradient.untyped_storage().data_ptr()
-            assert where in addresses, f"{name} was taken from elsewhere than torch.empty: it was not poisoned"
+            assert where in addresses, f"{name} was taken from elsewhere than torch.empty…: it was not poisoned"
     return gradients
 
 

@@ -97,7 +97,7 @@ def run(tensors: Tensors, call: Call, incoming: Incoming) -> Outcome:
         for name, x in outcome._asdict().items():
             if name != "dsink":
                 where = x.untyped_storage().data_ptr()
-                assert where in addresses, f"{name} was taken from elsewhere than torch.empty: it was not poisoned"
+                assert where in addresses, f"{name} was taken from elsewhere than torch.empty…: it was not poisoned"
     return outcome
 
 

@@ -100,6 +100,13 @@ class FakePeer(Peer):
 
         return call
 
+    def ragged_call(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int
+    ) -> Callable[[], object]:
+        lengths = cu_seqlens.diff()
+        assert (int(cu_seqlens[0]), int(cu_seqlens[-1]), int(lengths.max())) == (0, q.shape[0], max_seqlen)
+        return lambda: FakeAttention.apply(q, k, v, self)
+
 
 def quiet() -> Progress:
     return Progress(step=lambda text: None, say=lambda text: None)

@@ -203,11 +203,42 @@ def test_launch_run_has_a_row_per_implementation_and_mode() -> None:
     clock = FakeClock()
     peers = [FakePeer(OURS, clock, 0.004), FakePeer("fa4", clock, 0.03), FakePeer("fa3", clock, 1.0, reason="not here")]
     results = launch.run_launch(peers, 0, clock, device="cpu")
-    expected = [(name, mode, best) for mode in launch.MODES for name, best in (("ours", 4.0), ("fa4", 30.0))]
+    factors = dict.fromkeys(launch.MODES, 1.0) | {"backward": 2.0, "varlen_backward": 2.0}
+    expected = [
+        (name, mode, factor * best) for mode, factor in factors.items() for name, best in (("ours", 4.0), ("fa4", 30.0))
+    ]
     assert [(row["name"], row["mode"], row["best_us"]) for row in results.rows] == expected
     assert all(row["median_us"] == row["best_us"] for row in results.rows)
     assert results.to_json()["skipped"] == [{"implementation": "fa3", "where": "everywhere", "reason": "not here"}]
     assert results.errors == []
+
+
+class WithoutRagged(FakePeer):
+    ragged_call = Peer.ragged_call
+
+
+def test_launch_run_leaves_out_what_an_implementation_lacks() -> None:
+    clock = FakeClock()
+    results = launch.run_launch([FakePeer(OURS, clock, 0.004), WithoutRagged("fa2", clock, 0.01)], 0, clock, "cpu")
+    assert {row["mode"] for row in results.rows if row["name"] == "fa2"} == {"no_grad", "requires_grad", "backward"}
+    assert {skip["where"] for skip in results.skipped} == {"varlen", "varlen_requires_grad", "varlen_backward"}
+    assert "fa2 has no function for ragged batches" in results.skipped[0]["reason"]
+    assert results.errors == []
+
+
+def test_launch_run_of_ours_takes_every_ragged_batch_and_plans_each_mode_once() -> None:
+    """On CPU tensors: what is measured on a card runs, with gradients of its own."""
+    inputs = [torch.randn(1, 512, 2, 16).requires_grad_() for _ in range(3)]
+    ours = PackagePeer(OURS, ["flashhopper"], ["flashhopper"])
+    for lengths, (call, packed) in zip(launch.RAGGED_LENGTHS, launch._ragged_calls(ours, inputs), strict=True):
+        out = ours.output(call())
+        assert out.shape == packed[0].shape == (sum(lengths), 2, 16)
+        assert all(x.is_leaf and x.requires_grad for x in packed)
+    backward = launch.MODES["varlen_backward"].prepare(ours, inputs)
+    for lengths in (*launch.RAGGED_LENGTHS, *launch.RAGGED_LENGTHS):
+        gradients = backward()
+        assert isinstance(gradients, tuple)
+        assert [x.shape for x in gradients] == [(sum(lengths), 2, 16)] * 3
 
 
 def test_variant_run_compares_with_the_default(monkeypatch: pytest.MonkeyPatch) -> None:

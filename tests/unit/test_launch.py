@@ -31,7 +31,7 @@ def plan_on_card(sm_margin: int = 0, batch: int = 1, heads: int = 2) -> object:
     one = torch.empty(1, 1, 1, 64, dtype=BF16)
     facts = TensorFacts.of(one.expand(batch, 5, heads, 64))._replace(device=CARD)
     options = AttentionOptions(sm_margin=sm_margin)
-    return launch._plan.__wrapped__(AttentionProblem(facts, facts, facts, options), (), None, None)
+    return launch.make_plan(AttentionProblem(facts, facts, facts, options))
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def plan(
     problem = AttentionProblem(facts(*q), facts(*k), facts(*k[:3], dv), AttentionOptions(**options))
     out = facts(*q[:3], dv)
     dout = out if grad is None else facts(*grad)
-    return launch_backward._plan.__wrapped__(problem, (out, dout), (), None, False, None)
+    return launch_backward.make_plan(problem, (out, dout))
 
 
 def test_the_three_kernels_of_a_problem(asked: list[AnySpec]) -> None:
@@ -51,16 +51,17 @@ def test_the_three_kernels_of_a_problem(asked: list[AnySpec]) -> None:
     assert (main.head_dim, main.head_dim_v, main.causal, main.deterministic) == (96, 96, True, True)
     assert after == PostprocessSpec("bfloat16", 96)
     assert made.max_ctas == 100
-    assert made.accumulator_shape == (12, 16, 64 * 96)  # 1000 rows padded to 1024, 64 at a time
-    assert made.semaphores_shape == (12, -(-1000 // main.config.tile_m))
-    assert made.workspace_words == 1 + 12 * -(-1000 // main.config.tile_m)
+    m_blocks = -(-1000 // main.config.tile_m)
+    assert made.workspaces.accumulator[0] == (12, 16, 64 * 96)  # 1000 rows padded to 1024, 64 at a time
+    assert made.workspaces.semaphores == ((12, m_blocks), (m_blocks, 1))
+    assert made.workspaces.words == 1 + 12 * m_blocks
 
 
 def test_semaphores_only_if_deterministic() -> None:
     made = plan((1, 64, 1, 64), (1, 64, 1, 64), 64)
     assert made is not None
-    assert made.semaphores_shape is None
-    assert made.workspace_words == 1
+    assert made.workspaces.semaphores is None
+    assert made.workspaces.words == 1
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from flashhopper import flash_attn_func, launch_backward, ops
+from flashhopper.launch import Plan
 from flashhopper.problem import AttentionOptions, SoftmaxTensors
 from flashhopper.reference import attention
 
@@ -55,18 +56,20 @@ def kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
             loss = (out * dout).sum() + (0 if grad_lse is None else (lse * grad_lse).sum())
         return *torch.autograd.grad(loss, leaves, materialize_grads=True, allow_unused=True), None
 
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions, **_: Any) -> Any:
-        return attention(q, k, v, softmax_scale=0.25, causal=True)
-
-    monkeypatch.setattr(ops.launch, "forward", forward)
     monkeypatch.setattr(launch_backward, "backward", backward)
 
 
+class ReferencePlan(Plan):
+    def __init__(self) -> None:
+        self.options = AttentionOptions(causal=True)
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> Any:
+        return attention(q, k, v, softmax_scale=0.25, causal=True)
+
+
 def on_card(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    result: tuple[torch.Tensor, torch.Tensor] = ops._Attention.apply(
-        *tensors, None, None, AttentionOptions(causal=True), None
-    )
-    return result
+    q, k, v = tensors
+    return ops._attention(ReferencePlan(), q, k, v, SoftmaxTensors(), None)
 
 
 @pytest.mark.parametrize("used", ["out", "lse", "both"])

@@ -328,7 +328,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[AnySpec]:
 
 def test_the_kernels_of_a_ragged_batch(asked: list[AnySpec]) -> None:
     problem, ragged = ragged_on_card()
-    launch._plan.__wrapped__(problem, (), None, None)
+    launch.make_plan(problem)
     schedule, forward = asked
     used_q, used_k = ragged.seqused_q is not None, ragged.seqused_k is not None
     assert schedule == ScheduleSpec(used_q, used_k)
@@ -336,7 +336,7 @@ def test_the_kernels_of_a_ragged_batch(asked: list[AnySpec]) -> None:
     assert forward.features == Features(ragged=True)
     asked.clear()
     out = problem.q._replace(shape=problem.out_shape, stride=(problem.num_heads * 32, 32, 1))
-    backward_module._plan.__wrapped__(problem, (out, out), (), None, False, None)
+    backward_module.make_plan(problem, (out, out))
     by_keys, by_queries, before, main, after = asked
     assert (by_keys, by_queries) == (ScheduleSpec(used_k, used_q), ScheduleSpec(used_q, used_k))
     assert before == PreprocessSpec("bfloat16", 64, 64, False, ragged=True)
@@ -351,20 +351,20 @@ def test_the_workspaces_of_a_ragged_backward(asked: list[AnySpec], deterministic
     problem, _ = ragged_on_card()
     problem = problem._replace(options=AttentionOptions(deterministic=deterministic))
     out = problem.q._replace(shape=problem.out_shape, stride=(problem.num_heads * 32, 32, 1))
-    made = backward_module._plan.__wrapped__(problem, (out, out), (), None, False, None)
+    made = backward_module.make_plan(problem, (out, out))
     assert made is not None
     main = asked[3]
     assert isinstance(main, BackwardSpec)
-    assert made.statistics_shape == (2, 1, 6, 384)
-    assert made.accumulator_shape == (6, 6, 64 * 64)
-    assert made.chunked_shape == (6, 6, 64 // main.config.dq_columns, 64 * main.config.dq_columns)
+    found = made.workspaces_for(2, 7, 9)
+    assert found == made.workspaces
+    assert found.statistics == ((1, 6, 384), (6 * 384, 384, 1))
+    assert found.accumulator == ((6, 6, 64 * 64), (6 * 64 * 64, 64 * 64, 1))
+    assert found.chunked == (6, 6, 64 // main.config.dq_columns, 64 * main.config.dq_columns)
     semaphores = (6, 384 // main.config.tile_m)
-    assert made.semaphores_shape == (semaphores if deterministic else None)
-    assert made.workspace_words == 1 + math.prod(semaphores) * deterministic
+    assert found.semaphores == ((semaphores, (semaphores[1], 1)) if deterministic else None)
+    assert found.words == 1 + math.prod(semaphores) * deterministic
     assert made.schedules is not None
-    by_keys, by_queries = made.schedules
-    assert by_keys.sizes == (9, main.config.tile_n, 3)
-    assert by_queries.sizes == (7, 128, 6)
+    assert [(x.tile_rows, x.heads) for x in made.schedules] == [(main.config.tile_n, 3), (128, 6)]
 
 
 @pytest.mark.parametrize("has_sink", [False, True])
@@ -378,14 +378,14 @@ def test_without_keys_only_a_ragged_batch_with_a_sink_needs_a_kernel(
     problem = problem._replace(k=without[0], v=without[1])
     if not is_ragged:
         problem = AttentionProblem(*map(launch.with_batch, problem[:3]), AttentionOptions())
-    made = launch._plan.__wrapped__(problem, (), None, launch.Given(True, False) if has_sink else None)
+    made = launch.make_plan(problem, launch.Given(True, False) if has_sink else None)
     if is_ragged and has_sink:
         assert isinstance(made, launch._KernelPlan)
         assert [type(spec) for spec in asked] == [ScheduleSpec, KernelSpec]
         return
     assert asked == []
-    q, sink = torch.ones(problem.q.shape), torch.randn(6)
-    out, lse = made(q, q, q, SoftmaxTensors(learnable_sink=sink if has_sink else None))
+    (q, k, v), sink = (torch.ones(x.shape) for x in problem[:3]), torch.randn(6)
+    out, lse = made(q, k, v, SoftmaxTensors(learnable_sink=sink if has_sink else None))
     assert torch.equal(out, torch.zeros(problem.out_shape))
     per_head = sink if has_sink else torch.full((6,), -math.inf)
     assert torch.equal(lse, per_head[:, None].expand(problem.lse_shape))
@@ -395,20 +395,22 @@ def test_a_schedule_has_room_for_every_batch(asked: list[AnySpec]) -> None:
     problem, _ = ragged_on_card()
     assert problem.ragged is not None
     # 2 sequences and what they leave unused: each may have a tile that is not full.
-    schedule = launch.Schedule(problem.ragged, by_keys=False, total_rows=1000, tile_rows=128, heads=3)
-    assert schedule.max_tiles == (1000 // 128 + 4) * 3
+    schedule = launch.Schedule(problem.ragged, by_keys=False, tile_rows=128, heads=3)
+    assert schedule.max_tiles(1000, 2) == (1000 // 128 + 4) * 3
+    assert schedule.max_tiles(1300, 5) == (1300 // 128 + 10) * 3
+    schedule = launch.Schedule(problem.ragged, by_keys=True, tile_rows=1, heads=2**22)
     with pytest.raises(ValueError, match="1000 rows in 2 sequences are more than 2147418112 tiles"):
-        launch.Schedule(problem.ragged, by_keys=True, total_rows=1000, tile_rows=1, heads=2**22)
+        schedule.max_tiles(1000, 2)
 
 
 def test_a_schedule_is_refused_from_one_tile_over_the_limit(asked: list[AnySpec]) -> None:
-    problem, _ = ragged_on_card()
+    problem, ragged = ragged_on_card()
     assert problem.ragged is not None
     rows = launch.MAX_TILES - 4  # 2 sequences and what they leave unused have 4 more
-    schedule = launch.Schedule(problem.ragged, by_keys=False, total_rows=rows, tile_rows=1, heads=1)
-    assert schedule.max_tiles == launch.MAX_TILES < 2**31
+    schedule = launch.Schedule(problem.ragged, by_keys=False, tile_rows=1, heads=1)
+    assert schedule.max_tiles(rows, 2) == launch.MAX_TILES < 2**31
     with pytest.raises(ValueError, match=f"{rows + 1} rows in 2 sequences are more than {launch.MAX_TILES} tiles"):
-        launch.Schedule(problem.ragged, by_keys=False, total_rows=rows + 1, tile_rows=1, heads=1)
+        schedule(ragged, rows + 1)
 
 
 @pytest.mark.parametrize("by_keys", [False, True])
@@ -418,8 +420,8 @@ def test_what_the_schedule_kernel_is_given(monkeypatch: pytest.MonkeyPatch, by_k
     monkeypatch.setattr(launch, "get_kernel", lambda spec: lambda *arguments: calls.append(arguments))
     problem, ragged = ragged_on_card()
     assert problem.ragged is not None
-    schedule = launch.Schedule(problem.ragged, by_keys=by_keys, total_rows=9, tile_rows=64, heads=3)
-    records, first_tiles = schedule(ragged)
+    schedule = launch.Schedule(problem.ragged, by_keys=by_keys, tile_rows=64, heads=3)
+    records, first_tiles = schedule(ragged, 9)
     q, k = (ragged.cu_seqlens_q, ragged.seqused_q), (ragged.cu_seqlens_k, ragged.seqused_k)
     (cu_rows, used_rows), (cu_others, used_others) = (k, q) if by_keys else (q, k)
     ((*lengths, given_records, given_first_tiles, total_rows, tile_rows, heads),) = calls
@@ -453,6 +455,14 @@ def test_launchers_and_kernels_have_the_same_constants() -> None:
     assert backward_module.ROW_PADDING == ROW_PADDING
 
 
+class ReferencePlan(launch.Plan):
+    def __init__(self) -> None:
+        self.options = AttentionOptions(causal=True)
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Any:
+        return attention(q, k, v, rest[1], softmax_scale=0.25, causal=True)
+
+
 def test_the_lengths_reach_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """The autograd function of CUDA tensors, with the reference in place of the kernels."""
     q, k = Side([4, 3]), Side([4, 5], used=[4, 2])
@@ -473,7 +483,7 @@ def test_the_lengths_reach_the_backward(monkeypatch: pytest.MonkeyPatch) -> None
     grad_out = torch.randn(7, 4, 8, dtype=F64)
     results = []
     for result in (
-        ops._Attention.apply(*tensors, None, None, AttentionOptions(causal=True), ragged),
+        ops._attention(ReferencePlan(), *tensors, SoftmaxTensors(), ragged),
         run(tensors, q, k, causal=True),
     ):
         results.append(torch.autograd.grad(result[0], tensors, grad_out))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -78,6 +79,12 @@ class Peer(ABC):
         forward = self.call(q, k, v, causal)
         return lambda: torch.autograd.grad(self._first(forward()), (q, k, v), dout)
 
+    def ragged_call(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int
+    ) -> Call:
+        """As :meth:`call`, of a ragged batch. NotImplementedError where there is no such function."""
+        raise NotImplementedError(f"{self.name} has no function for ragged batches")
+
     def output(self, raw: object) -> torch.Tensor:
         """The ``(batch, seqlen, heads, head_dim)`` output in what a prepared call returned."""
         return self.restore(self._first(raw))
@@ -133,6 +140,15 @@ class PackagePeer(Peer):
     def call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Call:
         function, options = self.function("flash_attn_func"), self.options
         return lambda: function(q, k, v, causal=causal, **options)
+
+    def ragged_call(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int
+    ) -> Call:
+        function = self.function("flash_attn_varlen_func")
+        lengths: dict[str, Any] = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+        if "max_seqlen_q" in inspect.signature(function).parameters:  # not every version of FA4 asks for it
+            lengths |= {"max_seqlen_q": max_seqlen, "max_seqlen_k": max_seqlen}
+        return lambda: function(q, k, v, **lengths, **self.options)
 
     def function(self, name: str) -> Callable[..., object]:
         """One of the package's functions. ModuleNotFoundError if it is not installed, AttributeError if it has none."""

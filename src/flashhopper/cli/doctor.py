@@ -13,6 +13,7 @@ import torch
 
 from flashhopper._version import __version__
 from flashhopper.bench.environment import driver_version
+from flashhopper.cli import explain
 from flashhopper.cli.cache import count_kernels, summary
 from flashhopper.disk_cache import DiskCache, cache_dir
 from flashhopper.inspect_kernel import find_nvdisasm
@@ -72,7 +73,8 @@ def add_parser(subparsers: Any) -> None:
     """Add ``doctor``."""
     text = "say what will run on this machine, what will not, and why; exit code 1 if attention will not run on a GPU"
     parser = subparsers.add_parser("doctor", help=text, description=text)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    explain.add_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -188,6 +190,9 @@ def _print_report(machine: Machine, checks: list[Check]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.explain:
+        hopper = (card.multiprocessors for card in find_cards() if card.compute_capability == HOPPER)
+        return explain.run(args, next(hopper, None))
     machine = inspect_machine()
     checks = check_machine(machine)
     works = checks[0].works

@@ -56,8 +56,9 @@ class BackwardKernel:
     ):
         """``inputs``: q, k, v, dout, and ``outputs``: dk, dv, all ``(batch, seqlen, heads, head_dim)``. LSE (base 2)
         and delta: fp32 ``(batch, heads, padded rows)``. ``mdQ`` and ``semaphores``: see :class:`DqAdder`, zero;
-        ``counter`` int32 (1,), zero. Of a ragged batch, whose tensors are packed, batch is 1 and rows of the workspaces
-        are counted as :func:`padded_row` does. ``feature_args``: a :class:`FeatureArgs`, or None without features."""
+        ``counter``: int32, its first element zero. Of a ragged batch, whose tensors are packed, batch is 1 and rows of
+        the workspaces are counted as :func:`padded_row` does. ``feature_args``: a :class:`FeatureArgs`, or None without
+        features."""
         spec, config = self.spec, self.spec.config
         layouts = BackwardLayouts.create(spec, self.element)
         self.storage = make_backward_storage(spec, layouts, self.element)
@@ -245,7 +246,7 @@ def compile_backward(spec: BackwardSpec, options: str = "--enable-tvm-ffi") -> A
         compact(Float32, batch, heads, rows),
         compact(Float32, batch_heads, row_blocks, chunks, chunk),
         (tensor(seqlen_k, heads_k, head_dim), tensor(seqlen_k, heads_k, head_dim_v)),
-        compact(Int32, 1, align=4),
+        compact(Int32, cute.sym_int(), align=4),
         compact(Int32, batch_heads, m_blocks, align=4) if spec.deterministic else None,
         Float32(1.0),
         Float32(1.0),
