@@ -157,7 +157,7 @@ class Workspaces(NamedTuple):
     """The accumulator's shape as the main kernel sees it."""
     sink_parts: tuple[int, ...]
     """Shape of each preprocess warp's part of the sink's gradient."""
-    semaphores: Layout | None
+    semaphores: tuple[int, ...] | None
     words: int
     """int32: the tile counter, and the semaphores."""
 
@@ -217,7 +217,7 @@ class _BackwardPlan:
             compact((heads, row_blocks, ROWS_PER_WARPGROUP * spec.head_dim)),
             (heads, row_blocks, spec.head_dim // columns, ROWS_PER_WARPGROUP * columns),
             (heads, row_blocks, PREPROCESS_WARPS),
-            compact((heads, m_blocks)) if spec.deterministic else None,
+            (heads, m_blocks) if spec.deterministic else None,
             1 + (heads * m_blocks if spec.deterministic else 0),
         )
 
@@ -253,7 +253,7 @@ class _BackwardPlan:
         # The preprocess kernel zeroes it, but does not know how many CTAs it has if ragged.
         allocate = torch.empty if by_keys is None else torch.zeros
         workspace = allocate(spaces.words, dtype=torch.int32, device=device)
-        semaphores = workspace.as_strided(*spaces.semaphores, 1) if spaces.semaphores is not None else None
+        semaphores = workspace[1:].view(spaces.semaphores) if spaces.semaphores is not None else None
         if grad_lse is not None:
             grad_lse = grad_lse.contiguous().view(lse.shape)
         sink_parts = sinks = None

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from posed_card import pose
 
 from flashhopper import device, launch_backward
 from flashhopper.config import AnySpec, BackwardSpec, PostprocessSpec, PreprocessSpec
@@ -53,7 +54,7 @@ def test_the_three_kernels_of_a_problem(asked: list[AnySpec]) -> None:
     assert made.max_ctas == 100
     m_blocks = -(-1000 // main.config.tile_m)
     assert made.workspaces.accumulator[0] == (12, 16, 64 * 96)  # 1000 rows padded to 1024, 64 at a time
-    assert made.workspaces.semaphores == ((12, m_blocks), (m_blocks, 1))
+    assert made.workspaces.semaphores == (12, m_blocks)
     assert made.workspaces.words == 1 + 12 * m_blocks
 
 
@@ -62,6 +63,23 @@ def test_semaphores_only_if_deterministic() -> None:
     assert made is not None
     assert made.workspaces.semaphores is None
     assert made.workspaces.words == 1
+
+
+def test_semaphores_lie_in_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the counter, wherever in its storage the workspace lies."""
+    card = pose(monkeypatch)
+    allocate = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda words, **where: allocate(words + 16, **where)[8:-8])
+    q = torch.zeros(2, 200, 3, 64, dtype=torch.bfloat16)
+    options = AttentionOptions(deterministic=True)
+    launch_backward.backward(q, q, q, q, q, torch.zeros(2, 3, 200), options)
+    _, (spec, arguments), _ = card.launches
+    assert isinstance(spec, BackwardSpec)
+    workspace, semaphores = arguments[5:7]
+    assert semaphores.shape == (6, 2)
+    assert semaphores.is_contiguous()
+    assert semaphores.data_ptr() == workspace.data_ptr() + 4
+    assert workspace.numel() == 1 + 12
 
 
 @pytest.mark.parametrize(
