@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from flashhopper.config import (
     FP8,
+    PLAIN,
     BackwardConfig,
     BackwardSpec,
     Dtype,
@@ -131,7 +132,14 @@ _D192_BACKWARD = BackwardConfig(64, 64, "operands", num_dq_stages=2)
 _D192_BACKWARD_REASON = "dK and dV of 64 keys together take more registers than one warpgroup has; not searched"
 
 _D64_64_ROWS = BackwardConfig(
-    64, 128, num_q_stages=4, num_do_stages=4, num_ds_stages=3, num_dq_stages=2, group_waves=_CAUSAL_WAVES
+    64,
+    128,
+    num_q_stages=4,
+    num_do_stages=4,
+    num_ds_stages=3,
+    num_dq_stages=2,
+    num_k_stages=2,
+    group_waves=_CAUSAL_WAVES,
 )
 _D128_OPERANDS = BackwardConfig(64, 64, "operands", num_q_stages=3, num_do_stages=3, num_dq_stages=2)
 
@@ -140,24 +148,18 @@ BACKWARD_TABLE: tuple[BackwardRow, ...] = (
     BackwardRow(
         64,
         64,
-        _D64_64_ROWS,
-        "half of a diagonal block is wasted, and 64 rows waste less: at 512 queries 199 against 191 TFLOPS, with P of "
-        "the next block under dK 193; at 1k 285 against 294",
-        causal=True,
-        max_seqlen_q=512,
-    ),
-    BackwardRow(
-        64,
-        64,
-        BackwardConfig(128, 128, num_dq_stages=2, group_waves=_CAUSAL_WAVES),
-        "397 TFLOPS at 2k queries and 568 at 16k; staggered 390 and 527, and with 2 waves 372 and 531; 64 rows 440",
+        BackwardConfig(128, 128, num_q_stages=3, num_k_stages=2, group_waves=_CAUSAL_WAVES),
+        "two tiles of K, 3 stages of Q and 1 of dQ: 229, 343, 430, 481 and 552 TFLOPS at 512, 1k, 2k, 4k and 16k "
+        "queries; 2 of each: 227, 337, 419, 469 and 527; one tile of K, 2 of dQ: 200, 304, 405, 468 and 555; 64 rows "
+        "and two tiles of K: 223, 324, 388, 411 and 466; 2 waves 7 % slower",
         causal=True,
     ),
     BackwardRow(
         64,
         64,
-        BackwardConfig(128, 128, num_dq_stages=2, warpgroup_order="stagger"),
-        "2 stages of dQ and 2 of Q and dO, staggered: 554 TFLOPS at 16k queries, 1 and 3: 542; 64 rows: 440",
+        BackwardConfig(128, 128, num_dq_stages=2, num_k_stages=2, warpgroup_order="stagger"),
+        "two tiles of K: 356, 452, 481, 529 and 541 TFLOPS at 512, 1k, 2k, 4k and 16k queries, one: 324, 428, 463, 519 "
+        "and 540; 1 stage of dQ and 3 of Q and dO 2 % slower, 64 rows 20 %",
         causal=False,
     ),
     BackwardRow(
@@ -169,8 +171,10 @@ BACKWARD_TABLE: tuple[BackwardRow, ...] = (
     BackwardRow(
         128,
         128,
-        BackwardConfig(64, 128, num_q_stages=3, num_do_stages=3, num_dq_stages=2, group_waves=8),
-        "2 stages of dQ: 583 against 558 TFLOPS at 16k queries; staggered 602 to 612; 8 waves 521, 2 waves 515 at 2k",
+        BackwardConfig(64, 128, num_dq_stages=2, num_k_stages=2, group_waves=8),
+        "two tiles of K and 2 stages of Q and dO: 353, 449, 534, 567 and 613 TFLOPS at 512, 1k, 2k, 4k and 16k "
+        "queries, causal 242, 369, 446, 520 and 599; one tile and 3 stages: 348, 426, 520, 565 and 612, causal 231, "
+        "360, 440, 515 and 599; 1 stage of dQ 571 at 16k; 2 waves as 8",
     ),
     BackwardRow(192, 128, _D192_BACKWARD, _D192_BACKWARD_REASON),
     BackwardRow(192, 192, _D192_BACKWARD, _D192_BACKWARD_REASON),
@@ -302,7 +306,7 @@ def select_row(problem: AttentionProblem) -> TileRow:
 
 def select_config(problem: AttentionProblem) -> ForwardConfig:
     """The table's configuration for a validated problem."""
-    return for_dtype(select_row(problem).config, DTYPES[problem.dtype])
+    return forward_config(select_row(problem), DTYPES[problem.dtype])
 
 
 def select_spec(
@@ -312,12 +316,24 @@ def select_spec(
     row = select_row(problem)
     dtype = DTYPES[problem.dtype]
     features = features_of(problem) if features is None else features
-    chosen = for_features(for_dtype(row.config, dtype), features) if config is None else config
+    chosen = forward_config(row, dtype, features) if config is None else config
     return KernelSpec(dtype, row.head_dim, row.head_dim_v, problem.mask.causal, chosen, features)
 
 
-def for_features(config: ForwardConfig, features: Features) -> ForwardConfig:
-    """The table's configuration without what its kernel's features exclude."""
+def forward_config(row: TileRow, dtype: Dtype, features: Features = PLAIN) -> ForwardConfig:
+    """The row's configuration with what the dtype and the kernel's features ask for, without what they exclude.
+
+    Softcap's tanh and exp2 share one unit, which is as busy then as the tensor cores: warpgroups that drift apart use
+    it best. With head_dim 128, lazy softmax and a causal mask 561 TFLOPS at 16k keys and 476 at 2k, staggered 506 and
+    431, in turns 546 and 460; exact softmax in turns 529 and 445, staggered 460 and 397 (H200).
+    """
+    config = for_dtype(row.config, dtype)
+    if features.softcap and (row.head_dim, row.head_dim_v) == (128, 128):
+        if config.softmax == "exact":
+            config = replace(config, warpgroup_order="ping_pong")
+        else:
+            free = replace(_D128, prefetch_scores=True, warpgroup_order="free")
+            config = replace(free, group_waves=config.group_waves)
     return replace(config, prefetch_scores=False) if features.window else config
 
 

@@ -27,8 +27,7 @@ from flashhopper.heuristics import (
     BACKWARD_TABLE,
     FP8_TABLE,
     TILE_TABLE,
-    for_dtype,
-    for_features,
+    forward_config,
     with_fewer_registers,
 )
 from flashhopper.problem import DTYPES
@@ -57,7 +56,7 @@ def forward_specs(features: Features = PLAIN) -> list[KernelSpec]:
             row.head_dim,
             row.head_dim_v,
             causal,
-            for_features(for_dtype(row.config, dtype), features),
+            forward_config(row, dtype, features),
             features,
         )
         for row in TILE_TABLE

@@ -88,7 +88,7 @@ def test_tiles_against_the_number_of_multiprocessors() -> None:
 
 def test_what_dtype_and_features_change_is_said() -> None:
     forward, backward = explain(problem("--dtype", "float16", "--softcap", "30"), 132)
-    assert forward.changed == {"softmax": "exact"}
+    assert forward.changed == {"softmax": "exact", "warpgroup_order": "ping_pong"}
     assert isinstance(backward.spec, BackwardSpec)
     assert backward.changed["split"] == "operands"
     forward, backward = explain(problem(), 132)
