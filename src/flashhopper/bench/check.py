@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from flashhopper.bench.grid import Cell
 
 CHECK_SEQLEN = 1024
 CHECK_BATCH = 2
+PATH = re.compile(r"(?:/[\w.+-]+)+/([\w.+-]+)")
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,8 @@ def compare_with(
 
 
 def reason_of(error: BaseException) -> str:
-    """One line of an exception, short enough for a table."""
+    """One line of an exception, short enough for a table, and without the folders of the machine it comes from."""
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    text = PATH.sub(r"\1", text)
     return text if len(text) <= 300 else text[:297] + "..."
