@@ -15,6 +15,7 @@ import torch
 from bench_fakes import FakeClock, made_up_results, rendered, with_rates
 
 from flashhopper.bench import BenchError, environment, report, timing
+from flashhopper.bench.check import reason_of
 from flashhopper.bench.grid import HEAD_DIMS, SEQLENS, Cell, grid, short_seqlen
 from flashhopper.bench.passes import BACKWARD, FORWARD, NAMES, OURS, PEERS, TRAIN
 from flashhopper.bench.peers import all_peers
@@ -276,6 +277,12 @@ def run_cli(*arguments: str) -> int:
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_a_reason_has_no_folders() -> None:
+    error = RuntimeError("run, /build/a-b/flash.cpp:231, no local attention (see /x/y.md) and 1/2\nmore")
+    assert reason_of(error) == "RuntimeError: run, flash.cpp:231, no local attention (see y.md) and 1/2"
+    assert reason_of(KeyError()) == "KeyError"
 
 
 def test_peers_give_reasons_without_a_gpu(no_gpu: None) -> None:
