@@ -157,6 +157,8 @@ def flash_attn_fp8_func(
     softmax_scale: float | None = None,
     causal: bool = False,
     *,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
     scales: ScaleKind = "power_of_two",
     hadamard: bool = True,
     center_v: bool = True,
@@ -173,7 +175,8 @@ def flash_attn_fp8_func(
 
     Args:
         q, k, v: as in :func:`flash_attn_func`, bfloat16 or float16, head dims multiples of 16.
-        softmax_scale, causal, deterministic, sm_margin, fp8_accumulate, return_lse: as in :func:`flash_attn_func`.
+        softmax_scale, causal, window_size, attention_chunk, deterministic, sm_margin, fp8_accumulate, return_lse: as in
+            :func:`flash_attn_func`.
         scales, hadamard, center_v, seed: as in :func:`quantize_fp8`.
 
     Returns:
@@ -183,7 +186,9 @@ def flash_attn_fp8_func(
     Raises:
         As :func:`flash_attn_func` and :func:`quantize_fp8`.
     """
-    options = AttentionOptions(softmax_scale, causal, deterministic=deterministic, sm_margin=sm_margin)
+    options = AttentionOptions(
+        softmax_scale, causal, window_size, attention_chunk, deterministic=deterministic, sm_margin=sm_margin
+    )
     recipe = Fp8Recipe(scales, hadamard, center_v, seed)
     out, lse = fp8.attention_from_16_bit(q, k, v, options, recipe, fp8_accumulate)
     return (out, lse) if return_lse else out

@@ -232,10 +232,8 @@ def check_accumulate(accumulate: Any) -> None:
 
 def _refuse_on_cuda(options: AttentionOptions, softmax_tensors: SoftmaxTensors) -> None:
     """What the FP8 kernels lack, whatever the 16-bit ones have."""
-    for name, default in (("window_size", (-1, -1)), ("attention_chunk", 0), ("softcap", 0.0)):
-        value = getattr(options, name)
-        if value != default:
-            raise NotImplementedError(f"{name}={value!r} is not there yet with FP8 on CUDA tensors")
+    if options.softcap != 0.0:
+        raise NotImplementedError(f"softcap={options.softcap!r} is not there yet with FP8 on CUDA tensors")
     for name, tensor in softmax_tensors._asdict().items():
         if tensor is not None:
             raise NotImplementedError(f"{name} is not there yet with FP8 on CUDA tensors")

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from flashhopper.config import (
     FP8,
+    FP8_FEATURES,
     KEYS_PER_SCALE,
     PLAIN,
     QUERIES_PER_SCALE,
@@ -38,7 +39,8 @@ def all_specs(features: Features = PLAIN) -> list[AnySpec]:
     """Every kernel that a call with exactly these features can choose."""
     flags = (False, True)
     schedules = [ScheduleSpec(*used) for used in itertools.product(flags, flags)] if features.ragged else []
-    fp8 = [*fp8_specs(), *quantize_specs()] if features == PLAIN else []
+    has_fp8 = set(features.names) <= set(FP8_FEATURES)
+    fp8 = [*(fp8_specs(features) if has_fp8 else ()), *(quantize_specs() if features == PLAIN else ())]
     return [*forward_specs(features), *backward_specs(features), *schedules, *fp8]
 
 
@@ -97,15 +99,14 @@ def backward_specs(features: Features = PLAIN) -> list[AnySpec]:
     ]
 
 
-def fp8_specs() -> list[KernelSpec]:
-    """Every kernel that ``heuristics.select_fp8_spec`` can choose."""
-    flags = (False, True)
+def fp8_specs(features: Features = PLAIN) -> list[KernelSpec]:
+    """Every kernel that ``heuristics.select_fp8_spec`` can choose for calls with exactly these features."""
     return [
-        row.spec(dtype, causal, fast)
+        row.spec(dtype, causal, fast, features=features)
         for row in FP8_TABLE
         for dtype in DTYPES.values()
-        for causal in flags
-        for fast in flags
+        for causal, _ in _masks(features)
+        for fast in (False, True)
     ]
 
 

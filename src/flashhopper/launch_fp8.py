@@ -20,7 +20,7 @@ from flashhopper.config import (
 )
 from flashhopper.device import hopper_multiprocessors
 from flashhopper.heuristics import select_fp8_spec
-from flashhopper.launch import LOG2_E, MAX_TILES, SMALLEST_SCALE, ForwardResult, scheduler_workspace
+from flashhopper.launch import LOG2_E, MAX_TILES, SMALLEST_SCALE, ForwardResult, kernel_window, scheduler_workspace
 from flashhopper.problem import DTYPES, AttentionProblem, TensorFacts
 from flashhopper.reference_fp8 import E4M3, STATISTICS_KEYS, VALUE_KEYS, Operands
 from flashhopper.tma_view import TmaView, aligned
@@ -136,6 +136,9 @@ class _Fp8Plan:
         self.lse_shape = (problem.batch, problem.num_heads, problem.seqlen_q)
         self.scale_log2 = max(problem.softmax_scale * LOG2_E, SMALLEST_SCALE)
         self.max_ctas = num_sms - margin
+        window = kernel_window(problem)
+        # In the order of kernels.features.FeatureArgs.
+        self.feature_args = None if window is None else (window, None, None, None, None)
 
     def __call__(self, operands: Operands) -> ForwardResult:
         p = self.problem
@@ -152,5 +155,6 @@ class _Fp8Plan:
             q, k, v = map(_loadable, operands[:3])
             workspace = scheduler_workspace(p.device.index)
             scales = operands.q_scale, operands.k_scale, v_scale, v_mean
-            self.kernel(q, k, v, out, lse, workspace, *scales, *log2_rows, self.scale_log2, self.max_ctas)
+            numbers = *log2_rows, self.scale_log2, self.max_ctas
+            self.kernel(q, k, v, out, lse, workspace, *scales, *numbers, self.feature_args)
         return out, lse

@@ -5,12 +5,19 @@ from __future__ import annotations
 import pytest
 from test_tile_table import Compilation
 
-from flashhopper.config import KernelSpec, QuantizeRowsSpec, QuantizeSpec, QuantizeValuesSpec
+from flashhopper.config import Features, KernelSpec, QuantizeRowsSpec, QuantizeSpec, QuantizeValuesSpec
 from flashhopper.inspect_kernel import CompileReport, compile_report
 from flashhopper.kernel_list import fp8_specs, quantize_specs
 
 # O's type changes the epilogue alone: one head dim with both.
 FORWARD = [spec for spec in fp8_specs() if spec.out_dtype == "bfloat16" or spec.head_dim == 128]
+# Chunks take more registers than windows alone.
+MASKED = [spec for spec in fp8_specs(Features(window=True, chunk=True)) if spec.out_dtype == "bfloat16"]
+MASKED += [
+    spec
+    for spec in fp8_specs(Features(window=True))
+    if spec.out_dtype == "bfloat16" and spec.config.two_level and spec.head_dim in (64, 128, 256)
+]
 QUANTIZE = [spec for spec in quantize_specs() if spec.dtype != "float16"]
 OTHERS = [
     QuantizeRowsSpec("float16", 80, 64, "amax", False),
@@ -25,7 +32,7 @@ def assert_nothing_in_local_memory(report: CompileReport) -> None:
     assert not {code for code in report.remark_codes if code.startswith("C75")}, report.remarks
 
 
-@pytest.mark.parametrize("spec", FORWARD, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [*FORWARD, *MASKED], ids=lambda spec: spec.name)
 def test_forward(spec: KernelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     compilation = Compilation(monkeypatch)
     report = compile_report(spec, compilation)

@@ -75,13 +75,33 @@ def test_masks_and_sinks_work_on_cpu_tensors() -> None:
     torch.testing.assert_close(out.float(), ref, atol=4e-3, rtol=2**-8)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_gradients_are_those_of_16_bit_attention(causal: bool) -> None:
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (20, 3)},
+    "chunks": {"attention_chunk": 24, "causal": True},
+}
+
+
+@pytest.mark.parametrize("masks", MASKS.values(), ids=list(MASKS))
+def test_the_one_call_form_takes_every_mask(masks: dict[str, Any]) -> None:
+    q, k, v = inputs(70, 60, 4, 2)
+    out, lse = flash_attn_fp8_func(q, k, v + 1, return_lse=True, **masks)
+    same = flash_attn_func(*quantize_fp8(q, k, v + 1), return_lse=True, **masks)
+    assert torch.equal(out, same[0])
+    assert torch.equal(lse, same[1])
+    exact, exact_lse = flash_attn_func(*(x.double() for x in (q, k, v + 1)), return_lse=True, **masks)
+    assert torch.equal(lse == -math.inf, exact_lse == -math.inf)
+    assert root_mean_square(out - exact) < 0.03 * root_mean_square(exact)
+
+
+@pytest.mark.parametrize("masks", MASKS.values(), ids=list(MASKS))
+def test_gradients_are_those_of_16_bit_attention(masks: dict[str, Any]) -> None:
     q, k, v = (x.requires_grad_() for x in inputs(50, 80, 4, 2))
     weights, lse_weights = torch.randn(1, 50, 4, 64), torch.randn(1, 4, 50)
     found = []
     for function in (flash_attn_fp8_func, flash_attn_func):
-        out, lse = function(q, k, v, causal=causal, return_lse=True)
+        out, lse = function(q, k, v, return_lse=True, **masks)
         loss = (out.float() * weights).sum() + (lse * lse_weights).sum()
         found.append(torch.autograd.grad(loss, (q, k, v)))
     for fp8, exact in zip(*found, strict=True):

@@ -10,6 +10,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, mak
 from flashhopper.config import KernelSpec
 from flashhopper.kernels.cta import Cta
 from flashhopper.kernels.epilogue import Output
+from flashhopper.kernels.features import fake_feature_args
 from flashhopper.kernels.forward import ELEMENTS, WORKSPACE_INTS, ForwardKernel
 from flashhopper.kernels.fp8_mma import Fp8Consumer, Scales
 from flashhopper.kernels.fp8_softmax import make_fp8_softmax
@@ -40,12 +41,13 @@ class Fp8ForwardKernel(ForwardKernel):
         log2_rows_K: Int32,
         softmax_scale_log2: Float32,
         max_ctas: Int32,
+        feature_args: Any,
         stream: Any,
     ):
         """As the 16-bit kernel, with V ``(batch, heads_k, head_dim_v, slots)``; scales fp32, of Q ``(batch, heads,
         blocks)``, of K ``(batch, heads_k, blocks)``, of V and its mean ``(batch, heads_k, head_dim_v)``."""
         scales = (scale_Q, scale_K, scale_V, mean_V, log2_rows_Q, log2_rows_K)
-        self.launch((mQ, mK, mV), (mO, mLSE, workspace), softmax_scale_log2, max_ctas, None, stream, scales)
+        self.launch((mQ, mK, mV), (mO, mLSE, workspace), softmax_scale_log2, max_ctas, feature_args, stream, scales)
 
     def make_consumer(
         self, cta: Cta, operands: Operands, output: Output, index: Int32, softmax_scale_log2: Float32, scales: tuple
@@ -58,7 +60,8 @@ def compile_fp8_forward(spec: KernelSpec, options: str = "--enable-tvm-ffi") -> 
     """Compile the kernel of a spec for the current target; needs neither a tensor nor a GPU.
 
     The result takes ``(q, k, v, out, lse, workspace, scale_q, scale_k, scale_v, mean_v, log2_rows_q, log2_rows_k,
-    softmax_scale_log2, max_ctas)``, on torch's current stream.
+    softmax_scale_log2, max_ctas, feature_args)``, on torch's current stream; ``feature_args`` is a
+    :class:`FeatureArgs`, or None without features.
     """
     batch, seqlen_q, seqlen_k, slots, heads, heads_k = (cute.sym_int() for _ in range(6))
     head_dim, head_dim_v = (cute.sym_int(divisibility=16) for _ in range(2))
@@ -89,6 +92,7 @@ def compile_fp8_forward(spec: KernelSpec, options: str = "--enable-tvm-ffi") -> 
         Int32(7),
         Float32(1.0),
         Int32(1),
+        fake_feature_args(spec.features),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=options,
     )
