@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flashhopper import fp8, ops
+from flashhopper import fp8, ops, ops_fp8
 from flashhopper.config import ScaleKind
 from flashhopper.fp8 import NO_DESCALES, Accumulate, Descales, Fp8QKV, Fp8Recipe, Fp8Tensor
 from flashhopper.problem import (
@@ -105,7 +105,7 @@ def flash_attn_func(
     if q_descale is not None or k_descale is not None or v_descale is not None:
         descales = Descales(q_descale, k_descale, v_descale)
     if fp8.is_fp8(q, k, v):
-        out, lse = fp8.attention(q, k, v, options, descales, fp8_accumulate, softmax_tensors)
+        out, lse = ops_fp8.attention(q, k, v, options, descales, fp8_accumulate, softmax_tensors)
     else:
         fp8.refuse(descales, fp8_accumulate)
         tensors: tuple[Any, Any, Any] = q, k, v
@@ -147,7 +147,7 @@ def quantize_fp8(
         RuntimeError: a GPU that is not Hopper.
         ImportError: a kernel is needed and the CuTe DSL is not installed.
     """
-    return fp8.quantize(q, k, v, Fp8Recipe(scales, hadamard, center_v, seed))
+    return ops_fp8.quantize(q, k, v, Fp8Recipe(scales, hadamard, center_v, seed))
 
 
 def flash_attn_fp8_func(
@@ -190,7 +190,7 @@ def flash_attn_fp8_func(
         softmax_scale, causal, window_size, attention_chunk, deterministic=deterministic, sm_margin=sm_margin
     )
     recipe = Fp8Recipe(scales, hadamard, center_v, seed)
-    out, lse = fp8.attention_from_16_bit(q, k, v, options, recipe, fp8_accumulate)
+    out, lse = ops_fp8.attention_from_16_bit(q, k, v, options, recipe, fp8_accumulate)
     return (out, lse) if return_lse else out
 
 

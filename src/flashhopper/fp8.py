@@ -8,9 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from flashhopper import launch_fp8, ops, reference, reference_fp8
+from flashhopper import launch_fp8, reference, reference_fp8
 from flashhopper.config import KEYS_PER_SCALE, QUERIES_PER_SCALE, ScaleKind
-from flashhopper.launch_backward import Saved
 from flashhopper.problem import (
     DTYPES,
     MAX_EXTENT,
@@ -19,6 +18,7 @@ from flashhopper.problem import (
     AttentionProblem,
     SoftmaxTensors,
     TensorFacts,
+    exceeds,
 )
 from flashhopper.reference_fp8 import E4M3, SCALE_KINDS, WHOLE_SEQUENCE, Operands
 
@@ -89,19 +89,27 @@ class Fp8Recipe(NamedTuple):
             raise TypeError(f"seed must be an int, got {type(self.seed).__name__}")
 
 
-def quantize(q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Fp8Recipe) -> Fp8QKV:
-    """See :func:`flashhopper.quantize_fp8`."""
+def quantize(
+    q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Fp8Recipe, engine: Any = None
+) -> Fp8QKV:
+    """See :func:`flashhopper.quantize_fp8`. ``engine``: what has ``quantize_rows`` and ``quantize_values``, by default
+    that of the tensors' device."""
     recipe.validate()
-    given = {"q": q, "k": k, "v": v}
-    for name, x in given.items():
+    given = (("q", q), ("k", k), ("v", v))
+    for name, x in given:
         if x is not None:
             _check_source(name, x)
     with torch.no_grad():
-        return Fp8QKV(*(None if x is None else _quantize(name, x, recipe) for name, x in given.items()))
+        return Fp8QKV(*(None if x is None else _quantize(name, x, recipe, engine) for name, x in given))
 
 
-def _quantize(role: Any, x: torch.Tensor, recipe: Fp8Recipe) -> Fp8Tensor:
-    engine: Any = reference_fp8 if x.device.type == "cpu" else launch_fp8
+def engine_of(x: torch.Tensor) -> Any:
+    """What quantises a tensor: kernels, or plain PyTorch with the same bits."""
+    return reference_fp8 if x.device.type == "cpu" else launch_fp8
+
+
+def _quantize(role: Any, x: torch.Tensor, recipe: Fp8Recipe, engine: Any) -> Fp8Tensor:
+    engine = engine_of(x) if engine is None else engine
     rows = ROWS_PER_SCALE[role]
     shape = x.shape[0], x.shape[1], x.shape[2], x.shape[3]
     if role == "v":
@@ -110,6 +118,14 @@ def _quantize(role: Any, x: torch.Tensor, recipe: Fp8Recipe) -> Fp8Tensor:
     seed = recipe.seed if recipe.hadamard else None
     data, scale = engine.quantize_rows(x, rows, recipe.scales, seed)
     return Fp8Tensor(role, data, scale, shape, x.dtype, rows, hadamard_seed=seed)
+
+
+def check_sources(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Fp8Recipe, accumulate: Any) -> None:
+    """TypeError or ValueError for what cannot be quantised, or not so."""
+    check_accumulate(accumulate)
+    recipe.validate()
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_source(name, x)
 
 
 def _check_source(name: str, x: torch.Tensor) -> None:
@@ -122,7 +138,7 @@ def _check_source(name: str, x: torch.Tensor) -> None:
     if x.dim() != 4:
         shape = tuple(x.shape)
         raise ValueError(f"{name} must have 4 dimensions (batch, seqlen, heads, head_dim), got shape {shape}")
-    if max(x.shape) > MAX_EXTENT:
+    if any(map(exceeds, x.shape)):
         raise ValueError(f"{name} has shape {tuple(x.shape)}; each extent may be at most {MAX_EXTENT}")
     _check_head_dim(name, x.shape[3])
     if x.stride(3) != 1:
@@ -210,19 +226,34 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Out, in the dtype that was quantised (bfloat16 for raw e4m3), and LSE; neither is differentiable."""
     check_accumulate(accumulate)
-    kinds = {isinstance(x, Fp8Tensor) for x in (q, k, v)}
-    if len(kinds) > 1:
-        names = ", ".join(f"{name} {_describe(x)}" for name, x in (("q", q), ("k", k), ("v", v)))
-        raise TypeError(f"q, k and v must all come from quantize_fp8 or all be tensors of one dtype, got {names}")
-    inputs = _quantized_inputs(q, k, v, options, descales) if True in kinds else _raw_inputs(q, k, v, options, descales)
-    problem = inputs.problem.validate()
-    if any(tensor is not None for tensor in softmax_tensors):
-        problem.check_softmax_tensors(softmax_tensors)
-    if problem.device.type == "cpu":
+    inputs = checked_inputs(q, k, v, options, descales, softmax_tensors)
+    if inputs.problem.device.type == "cpu":
         return _reference_attention(inputs, softmax_tensors)
-    _refuse_on_cuda(options, softmax_tensors)
     with torch.no_grad():
-        return launch_fp8.forward(inputs.operands(), problem, accumulate == "fast")
+        return launch_fp8.forward(inputs.operands(), inputs.problem, accumulate == "fast")
+
+
+def checked_inputs(
+    q: Any, k: Any, v: Any, options: AttentionOptions, descales: Descales, softmax_tensors: SoftmaxTensors
+) -> _Inputs:
+    """The one place where an FP8 call is checked."""
+    make = _quantized_inputs if are_quantised(q, k, v) else _raw_inputs
+    inputs = make(q, k, v, options, descales)
+    inputs.problem.validate()
+    if any(tensor is not None for tensor in softmax_tensors):
+        inputs.problem.check_softmax_tensors(softmax_tensors)
+    if inputs.problem.device.type != "cpu":
+        _refuse_on_cuda(options, softmax_tensors)
+    return inputs
+
+
+def are_quantised(q: Any, k: Any, v: Any) -> bool:
+    """Whether q, k and v come from :func:`quantize`; TypeError if some of them do."""
+    kinds = [isinstance(x, Fp8Tensor) for x in (q, k, v)]
+    if any(kinds) and not all(kinds):
+        names = ", ".join([f"{name} {_describe(x)}" for name, x in (("q", q), ("k", k), ("v", v))])
+        raise TypeError(f"q, k and v must all come from quantize_fp8 or all be tensors of one dtype, got {names}")
+    return all(kinds)
 
 
 def check_accumulate(accumulate: Any) -> None:
@@ -243,13 +274,18 @@ def _describe(x: Any) -> str:
     return "quantised" if isinstance(x, Fp8Tensor) else str(getattr(x, "dtype", type(x).__name__))
 
 
+def check_roles(q: Fp8Tensor, k: Fp8Tensor, v: Fp8Tensor) -> None:
+    """ValueError unless each was quantised as what it is."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.role != name:
+            raise ValueError(f"{name} was quantised as {x.role}: each of q, k and v has a layout of its own")
+
+
 def _quantized_inputs(
     q: Fp8Tensor, k: Fp8Tensor, v: Fp8Tensor, options: AttentionOptions, descales: Descales
 ) -> _Inputs:
     descales.refuse("quantised tensors carry their scales")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.role != name:
-            raise ValueError(f"{name} was quantised as {x.role}: each of q, k and v has a layout of its own")
+    check_roles(q, k, v)
     if q.hadamard_seed != k.hadamard_seed:
         raise ValueError(f"q was transformed with seed {q.hadamard_seed}, k with {k.hadamard_seed}: they must be equal")
     q_facts, k_facts, v_facts = (_facts(x.shape, x.source_dtype, x.device) for x in (q, k, v))
@@ -263,14 +299,19 @@ def _quantized_inputs(
     return _Inputs(problem, operands)
 
 
-def _raw_inputs(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions, descales: Descales
-) -> _Inputs:
+def check_raw(q: Any, k: Any, v: Any) -> None:
+    """TypeError unless all are e4m3 tensors."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         if x.dtype != E4M3:
             raise TypeError(f"{name} has dtype {x.dtype}; with another of q, k and v in {E4M3} all must have it")
+
+
+def _raw_inputs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions, descales: Descales
+) -> _Inputs:
+    check_raw(q, k, v)
     q_facts, k_facts, v_facts = (TensorFacts.of(x)._replace(dtype=torch.bfloat16) for x in (q, k, v))
     problem = AttentionProblem(q_facts, k_facts, v_facts, options)
     problem.validate()
@@ -283,7 +324,7 @@ def _raw_inputs(
         group = problem.num_heads // heads_k
         q_scale = q_factor[:, :, None].expand(batch, heads_k, group).reshape(batch, problem.num_heads, 1)
         v_scale = v_factor[:, :, None].expand(batch, heads_k, problem.head_dim_v).contiguous()
-        engine: Any = reference_fp8 if q.device.type == "cpu" else launch_fp8
+        engine = engine_of(q)
         scales = q_scale, k_factor[:, :, None].contiguous(), v_scale, torch.zeros_like(v_scale)
         return Operands(q, k, engine.transpose_values(v), *scales, WHOLE_SEQUENCE, WHOLE_SEQUENCE, problem.seqlen_k)
 
@@ -313,71 +354,3 @@ def _reference_attention(inputs: _Inputs, softmax_tensors: SoftmaxTensors) -> tu
         alibi_slopes=softmax_tensors.alibi_slopes,
     )
     return out.to(problem.dtype), lse
-
-
-class _Fp8Attention(torch.autograd.Function):
-    """FP8 forward, 16-bit backward: the gradient of attention at the 16-bit inputs, with the FP8 forward's out and LSE.
-
-    Saved for backward: q, k, v, out and LSE, as in the 16-bit attention.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        options: AttentionOptions,
-        recipe: Fp8Recipe,
-        accumulate: Accumulate,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = attention(*quantize(q, k, v, recipe), options, Descales(), accumulate, SoftmaxTensors())
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.options = options
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
-        if grad_out is None and grad_lse is None:
-            return (None,) * 6
-        saved = Saved(*ctx.saved_tensors)
-        if saved.q.is_cuda:
-            gradients = ops.kernel_gradients(saved, None, None, ctx.options, (grad_out, grad_lse))[:3]
-        else:
-            gradients = _reference_gradients(saved, ctx.options, grad_out, grad_lse)
-        needed = zip(gradients, ctx.needs_input_grad, strict=False)
-        return *(gradient if is_needed else None for gradient, is_needed in needed), None, None, None
-
-
-def _reference_gradients(
-    saved: Saved,
-    options: AttentionOptions,
-    grad_out: torch.Tensor | None,
-    grad_lse: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, ...]:
-    """The same gradients for CPU tensors: those of attention at the 16-bit inputs."""
-    q, k, v = leaves = [x.detach().requires_grad_() for x in (saved.q, saved.k, saved.v)]
-    with torch.enable_grad():
-        results = ops.attention(q, k, v, options, SoftmaxTensors())
-    given = [(x, grad) for x, grad in zip(results, (grad_out, grad_lse), strict=True) if grad is not None]
-    outputs, grads = zip(*given, strict=True)
-    return torch.autograd.grad(outputs, leaves, grads, materialize_grads=True, allow_unused=True)
-
-
-def attention_from_16_bit(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    options: AttentionOptions,
-    recipe: Fp8Recipe,
-    accumulate: Accumulate,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise and attend; differentiable once with respect to q, k and v."""
-    check_accumulate(accumulate)
-    recipe.validate()
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_source(name, x)
-    AttentionProblem.from_tensors(q, k, v, options).validate()
-    result: tuple[torch.Tensor, torch.Tensor] = _Fp8Attention.apply(q, k, v, options, recipe, accumulate)
-    return result
