@@ -242,7 +242,7 @@ class Features:
 
 
 PLAIN = Features()
-FP8_FEATURES = ("window", "chunk")
+FP8_FEATURES = ("window", "chunk", "ragged")
 
 
 @dataclass(frozen=True)
@@ -483,11 +483,12 @@ class QuantizeRowsSpec:
     rows: int
     scales: ScaleKind
     hadamard: bool
+    ragged: bool = False
 
     @property
     def name(self) -> str:
-        transform = "_hadamard" if self.hadamard else ""
-        return f"quantize_rows_{self.dtype}_d{self.head_dim}_{self.rows}_{self.scales}{transform}"
+        flags = ("_hadamard" if self.hadamard else "") + ("_ragged" if self.ragged else "")
+        return f"quantize_rows_{self.dtype}_d{self.head_dim}_{self.rows}_{self.scales}{flags}"
 
 
 @dataclass(frozen=True)
@@ -496,10 +497,11 @@ class ValueStatisticsSpec:
 
     dtype: Dtype
     head_dim: int
+    ragged: bool = False
 
     @property
     def name(self) -> str:
-        return f"value_statistics_{self.dtype}_d{self.head_dim}"
+        return f"value_statistics_{self.dtype}_d{self.head_dim}{'_ragged' if self.ragged else ''}"
 
 
 @dataclass(frozen=True)
@@ -510,10 +512,12 @@ class ValueScalesSpec:
     head_dim: int
     scales: ScaleKind
     center: bool
+    ragged: bool = False
 
     @property
     def name(self) -> str:
-        return f"value_scales_{self.dtype}_d{self.head_dim}_{self.scales}{'_centred' if self.center else ''}"
+        flags = ("_centred" if self.center else "") + ("_ragged" if self.ragged else "")
+        return f"value_scales_{self.dtype}_d{self.head_dim}_{self.scales}{flags}"
 
 
 @dataclass(frozen=True)
@@ -522,10 +526,11 @@ class QuantizeValuesSpec:
 
     dtype: Dtype
     head_dim: int
+    ragged: bool = False
 
     @property
     def name(self) -> str:
-        return f"quantize_values_{self.dtype}_d{self.head_dim}"
+        return f"quantize_values_{self.dtype}_d{self.head_dim}{'_ragged' if self.ragged else ''}"
 
 
 QuantizeSpec = QuantizeRowsSpec | ValueStatisticsSpec | ValueScalesSpec | QuantizeValuesSpec

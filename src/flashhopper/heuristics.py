@@ -223,11 +223,12 @@ class Fp8Row(NamedTuple):
     ) -> KernelSpec:
         """The kernel for an output type, a mask and features; ``config`` overrides the row's."""
         if config is None:
-            is_masked = causal or features.window
+            is_masked = causal or features.window or features.ragged
             config = self.fast if fast else self.two_level_causal if is_masked else self.two_level
             config = replace(config, group_waves=_CAUSAL_WAVES) if is_masked else config
             config = for_features(config, features)
-            if features.window:  # at head_dim 256 with chunks 224 registers of a consumer spill 3, 232 do not
+            if features.window or (features.ragged and not causal):
+                # At head_dim 256 consumers with 224 registers spill 3 with chunks, and 1 if ragged without a mask.
                 config = replace(config, wide_producer=False)
         return KernelSpec(FP8, self.head_dim, self.head_dim_v, causal, config, features, out_dtype)
 

@@ -40,7 +40,7 @@ def all_specs(features: Features = PLAIN) -> list[AnySpec]:
     flags = (False, True)
     schedules = [ScheduleSpec(*used) for used in itertools.product(flags, flags)] if features.ragged else []
     has_fp8 = set(features.names) <= set(FP8_FEATURES)
-    fp8 = [*(fp8_specs(features) if has_fp8 else ()), *(quantize_specs() if features == PLAIN else ())]
+    fp8 = [*fp8_specs(features), *quantize_specs(features.ragged)] if has_fp8 else []
     return [*forward_specs(features), *backward_specs(features), *schedules, *fp8]
 
 
@@ -110,15 +110,15 @@ def fp8_specs(features: Features = PLAIN) -> list[KernelSpec]:
     ]
 
 
-def quantize_specs() -> list[QuantizeSpec]:
+def quantize_specs(ragged: bool = False) -> list[QuantizeSpec]:
     """The kernels that quantise with the default options, for the head dims of the table."""
     specs: list[QuantizeSpec] = []
     for head_dim in sorted({row.head_dim for row in FP8_TABLE}):
-        specs.append(QuantizeValuesSpec(FP8, head_dim))
+        specs.append(QuantizeValuesSpec(FP8, head_dim, ragged))
         for dtype in DTYPES.values():
-            specs.append(QuantizeRowsSpec(dtype, head_dim, QUERIES_PER_SCALE, "power_of_two", True))
-            specs.append(QuantizeRowsSpec(dtype, head_dim, KEYS_PER_SCALE, "power_of_two", True))
-            specs.append(ValueStatisticsSpec(dtype, head_dim))
-            specs.append(ValueScalesSpec(dtype, head_dim, "power_of_two", True))
-            specs.append(QuantizeValuesSpec(dtype, head_dim))
+            specs.append(QuantizeRowsSpec(dtype, head_dim, QUERIES_PER_SCALE, "power_of_two", True, ragged))
+            specs.append(QuantizeRowsSpec(dtype, head_dim, KEYS_PER_SCALE, "power_of_two", True, ragged))
+            specs.append(ValueStatisticsSpec(dtype, head_dim, ragged))
+            specs.append(ValueScalesSpec(dtype, head_dim, "power_of_two", True, ragged))
+            specs.append(QuantizeValuesSpec(dtype, head_dim, ragged))
     return specs

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from flashhopper import fp8, ops, torch_library_fp8
-from flashhopper.fp8 import Accumulate, Descales, Fp8QKV, Fp8Recipe, Fp8Tensor
+from flashhopper.fp8 import Accumulate, Descales, Fp8QKV, Fp8Recipe, Fp8Tensor, Lengths
 from flashhopper.launch_backward import Saved
-from flashhopper.problem import AttentionOptions, AttentionProblem, SoftmaxTensors
+from flashhopper.problem import AttentionOptions, RaggedTensors, SoftmaxTensors
 from flashhopper.torch_library_fp8 import FromSixteenBits
 
 
@@ -17,9 +17,11 @@ def _is_recorded(*tensors: Any) -> bool:
     return any(ops.is_recorded(x.data if isinstance(x, Fp8Tensor) else x) for x in tensors)
 
 
-def quantize(q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Fp8Recipe) -> Fp8QKV:
+def quantize(
+    q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Fp8Recipe, lengths: Lengths
+) -> Fp8QKV:
     """See :func:`flashhopper.quantize_fp8`."""
-    return fp8.quantize(q, k, v, recipe, torch_library_fp8 if _is_recorded(q, k, v) else None)
+    return fp8.quantize(q, k, v, recipe, lengths, torch_library_fp8 if _is_recorded(q, k, v) else None)
 
 
 def attention(
@@ -30,10 +32,11 @@ def attention(
     descales: Descales,
     accumulate: Accumulate,
     softmax_tensors: SoftmaxTensors,
+    ragged: RaggedTensors | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Out, in the dtype that was quantised (bfloat16 for raw e4m3), and LSE; neither is differentiable."""
     attend = torch_library_fp8.attention if _is_recorded(q, k, v) else fp8.attention
-    return attend(q, k, v, options, descales, accumulate, softmax_tensors)
+    return attend(q, k, v, options, descales, accumulate, softmax_tensors, ragged)
 
 
 class _Fp8Attention(torch.autograd.Function):
@@ -51,9 +54,12 @@ class _Fp8Attention(torch.autograd.Function):
         options: AttentionOptions,
         recipe: Fp8Recipe,
         accumulate: Accumulate,
+        ragged: RaggedTensors | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = fp8.attention(*fp8.quantize(q, k, v, recipe), options, Descales(), accumulate, SoftmaxTensors())
-        ctx.save_for_backward(q, k, v, out, lse)
+        quantised = fp8.quantize(q, k, v, recipe, Lengths.of(ragged))
+        out, lse = fp8.attention(*quantised, options, Descales(), accumulate, SoftmaxTensors(), ragged)
+        ctx.max_seqlens, lengths = ((), ()) if ragged is None else (ragged[:2], ragged[2:])
+        ctx.save_for_backward(q, k, v, out, lse, *lengths)
         ctx.options = options
         ctx.set_materialize_grads(False)
         return out, lse
@@ -61,31 +67,26 @@ class _Fp8Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
         if grad_out is None and grad_lse is None:
-            return (None,) * 6
-        saved = Saved(*ctx.saved_tensors)
+            return (None,) * 7
+        q, k, v, out, lse, *lengths = ctx.saved_tensors
+        ragged = RaggedTensors(*ctx.max_seqlens, *lengths) if lengths else None
+        saved, grads = Saved(q, k, v, out, lse), (grad_out, grad_lse)
         gradients: tuple[torch.Tensor | None, ...]
-        if saved.q.is_cuda:
-            gradients = ops.kernel_gradients(saved, None, None, ctx.options, (grad_out, grad_lse))[:3]
+        if q.is_cuda:
+            gradients = ops.kernel_gradients(saved, None, None, ctx.options, grads, ragged)[:3]
         else:
-            gradients = torch_library_fp8.gradients_in_16_bits(saved, ctx.options, grad_out, grad_lse)
+            gradients = torch_library_fp8.gradients_in_16_bits(saved, ctx.options, grads, ragged)
         needed = zip(gradients, ctx.needs_input_grad, strict=False)
-        return *(gradient if is_needed else None for gradient, is_needed in needed), None, None, None
+        return *(gradient if is_needed else None for gradient, is_needed in needed), None, None, None, None
 
 
-def attention_from_16_bit(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    options: AttentionOptions,
-    recipe: Fp8Recipe,
-    accumulate: Accumulate,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_from_16_bit(call: FromSixteenBits) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise and attend; differentiable once with respect to q, k and v."""
-    if _is_recorded(q, k, v):
-        return torch_library_fp8.attention_from_16_bit(FromSixteenBits(q, k, v, recipe, options, accumulate))
-    fp8.check_sources(q, k, v, recipe, accumulate)
-    AttentionProblem.from_tensors(q, k, v, options).validate()
+    if _is_recorded(call.q, call.k, call.v):
+        return torch_library_fp8.attention_from_16_bit(call)
+    call.problem()
+    q, k, v, recipe, options, accumulate, ragged = call
     if ops.is_in_transform():
         raise NotImplementedError("torch.func does not transform FP8 attention yet; flash_attn_func it does")
-    result: tuple[torch.Tensor, torch.Tensor] = _Fp8Attention.apply(q, k, v, options, recipe, accumulate)
+    result: tuple[torch.Tensor, torch.Tensor] = _Fp8Attention.apply(q, k, v, options, recipe, accumulate, ragged)
     return result

@@ -23,7 +23,7 @@ from flashhopper.problem import (
 )
 
 SOFTMAX_SCHEMA = "Tensor? learnable_sink, Tensor? alibi_slopes"
-_RAGGED = (
+RAGGED_SCHEMA = (
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, "
     "Tensor? seqused_k"
 )
@@ -36,13 +36,13 @@ DISPATCH_KEYS = ("CPU", "CUDA")
 
 _library = torch.library.Library("flashhopper", "DEF")
 _library.define(
-    f"attention(Tensor q, Tensor k, Tensor v, {SOFTMAX_SCHEMA}, {_RAGGED}, {OPTIONS_SCHEMA}) -> "
+    f"attention(Tensor q, Tensor k, Tensor v, {SOFTMAX_SCHEMA}, {RAGGED_SCHEMA}, {OPTIONS_SCHEMA}) -> "
     "(Tensor out, Tensor lse)",
     tags=TAGS,
 )
 _library.define(
     "attention_backward(Tensor dout, Tensor? grad_lse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, "
-    f"{SOFTMAX_SCHEMA}, {_RAGGED}, {OPTIONS_SCHEMA}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)",
+    f"{SOFTMAX_SCHEMA}, {RAGGED_SCHEMA}, {OPTIONS_SCHEMA}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)",
     tags=TAGS,
 )
 

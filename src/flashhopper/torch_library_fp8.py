@@ -11,12 +11,21 @@ import torch
 
 from flashhopper import fp8, torch_library
 from flashhopper.config import ScaleKind
-from flashhopper.fp8 import Accumulate, Descales, Fp8Recipe, Fp8Tensor, Role
-from flashhopper.problem import AttentionOptions, AttentionProblem, SoftmaxTensors, check_options
+from flashhopper.fp8 import Accumulate, Descales, Fp8Recipe, Fp8Tensor, Lengths, Role
+from flashhopper.problem import (
+    AttentionOptions,
+    AttentionProblem,
+    RaggedFacts,
+    RaggedTensors,
+    SoftmaxTensors,
+    check_options,
+)
 from flashhopper.reference_fp8 import E4M3, VALUE_KEYS, WHOLE_SEQUENCE
-from flashhopper.torch_library import OPTIONS_SCHEMA, SOFTMAX_SCHEMA, TAGS, Call
+from flashhopper.reference_fp8_varlen import Sequences, num_blocks
+from flashhopper.torch_library import OPTIONS_SCHEMA, RAGGED_SCHEMA, SOFTMAX_SCHEMA, TAGS, Call
 
 _RECIPE = "str scales, bool hadamard, bool center_v, int seed"
+_REST = f"{SOFTMAX_SCHEMA}, {RAGGED_SCHEMA}, {OPTIONS_SCHEMA}, str accumulate"
 _QUANTISED = (
     "Tensor {0}, Tensor {0}_scale, ScalarType {0}_dtype, int {0}_rows, int? {0}_seed, "
     "Tensor {1}, Tensor {1}_scale, ScalarType {1}_dtype, int {1}_rows, int? {1}_seed, "
@@ -25,14 +34,14 @@ _QUANTISED = (
 
 _library = torch.library.Library("flashhopper", "FRAGMENT")
 for _schema in (
-    "fp8_quantize_rows(Tensor x, int rows, str scales, int? hadamard_seed) -> (Tensor data, Tensor scale)",
-    "fp8_quantize_values(Tensor v, str scales, bool center) -> (Tensor data, Tensor scale, Tensor mean)",
-    f"fp8_quantised_attention({_QUANTISED}, {SOFTMAX_SCHEMA}, {OPTIONS_SCHEMA}, str accumulate) -> "
-    "(Tensor out, Tensor lse)",
+    "fp8_quantize_rows(Tensor x, int rows, str scales, int? hadamard_seed, str side, Tensor? cu_seqlens, "
+    "Tensor? seqused) -> (Tensor data, Tensor scale)",
+    "fp8_quantize_values(Tensor v, str scales, bool center, Tensor? cu_seqlens, Tensor? seqused) -> "
+    "(Tensor data, Tensor scale, Tensor mean)",
+    f"fp8_quantised_attention({_QUANTISED}, {_REST}) -> (Tensor out, Tensor lse)",
     "fp8_raw_attention(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
-    f"{SOFTMAX_SCHEMA}, {OPTIONS_SCHEMA}, str accumulate) -> (Tensor out, Tensor lse)",
-    f"fp8_attention(Tensor q, Tensor k, Tensor v, {_RECIPE}, {OPTIONS_SCHEMA}, str accumulate) -> "
-    "(Tensor out, Tensor lse)",
+    f"{_REST}) -> (Tensor out, Tensor lse)",
+    f"fp8_attention(Tensor q, Tensor k, Tensor v, {_RECIPE}, {_REST}) -> (Tensor out, Tensor lse)",
 ):
     _library.define(_schema, tags=TAGS)
 
@@ -40,16 +49,20 @@ Result = tuple[torch.Tensor, torch.Tensor]
 
 
 def quantize_rows(
-    x: torch.Tensor, rows: int, kind: ScaleKind, hadamard_seed: int | None
+    x: torch.Tensor, rows: int, kind: ScaleKind, hadamard_seed: int | None, sequences: Sequences | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`flashhopper.reference_fp8.quantize_rows` as an operator."""
-    data, scale = torch.ops.flashhopper.fp8_quantize_rows(x, rows, kind, hadamard_seed)
+    """:func:`flashhopper.reference_fp8_varlen.quantize_rows` as an operator."""
+    lengths = ("q", None, None) if sequences is None else sequences
+    data, scale = torch.ops.flashhopper.fp8_quantize_rows(x, rows, kind, hadamard_seed, *lengths)
     return data, scale
 
 
-def quantize_values(v: torch.Tensor, kind: ScaleKind, center: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """:func:`flashhopper.reference_fp8.quantize_values` as an operator."""
-    data, scale, mean = torch.ops.flashhopper.fp8_quantize_values(v, kind, center)
+def quantize_values(
+    v: torch.Tensor, kind: ScaleKind, center: bool, sequences: Sequences | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`flashhopper.reference_fp8_varlen.quantize_values` as an operator."""
+    lengths = (None, None) if sequences is None else (sequences.cu_seqlens, sequences.seqused)
+    data, scale, mean = torch.ops.flashhopper.fp8_quantize_values(v, kind, center, *lengths)
     return data, scale, mean
 
 
@@ -60,36 +73,47 @@ class Attention(NamedTuple):
     k: Any
     v: Any
     softmax_tensors: SoftmaxTensors
+    ragged: RaggedTensors | None
     options: AttentionOptions
     accumulate: Accumulate
     descales: Descales = Descales()
 
     def run(self) -> Result:
         """Eagerly."""
-        q, k, v, softmax_tensors, options, accumulate, descales = self
-        out, lse = fp8.attention(q, k, v, options, descales, accumulate, softmax_tensors)
+        q, k, v, softmax_tensors, ragged, options, accumulate, descales = self
+        out, lse = fp8.attention(q, k, v, options, descales, accumulate, softmax_tensors, ragged)
         return out.contiguous(), lse.contiguous()
 
     def fake(self) -> Result:
-        problem = fp8.checked_inputs(*self[:3], self.options, self.descales, self.softmax_tensors).problem
+        _, _, _, softmax_tensors, ragged, options, _, descales = self
+        problem = fp8.checked_inputs(self[:3], options, descales, softmax_tensors, ragged).problem
         like = self.q.data if isinstance(self.q, Fp8Tensor) else self.q
         lse = like.new_empty(problem.lse_shape, dtype=torch.float32)
         return like.new_empty(problem.out_shape, dtype=problem.dtype), lse
 
 
-def _options(arguments: tuple[Any, ...]) -> tuple[SoftmaxTensors, AttentionOptions, Any]:
-    """From an operator's last arguments."""
-    number = len(SoftmaxTensors._fields)
-    options = AttentionOptions(*arguments[number:-1])
-    left, right = options.window_size
-    return SoftmaxTensors(*arguments[:number]), options._replace(window_size=(left, right)), arguments[-1]
+def _rest(arguments: tuple[Any, ...]) -> tuple[SoftmaxTensors, RaggedTensors | None, AttentionOptions, Any]:
+    """From an operator's last arguments, those of ``_REST``."""
+    call = Call.of((None, None, None, *arguments[:-1]))
+    return call.softmax_tensors, call.ragged, call.options, arguments[-1]
 
 
-def _check_types(tensors: dict[str, Any], options: AttentionOptions, accumulate: Accumulate) -> None:
+def _flat_rest(
+    softmax_tensors: SoftmaxTensors, ragged: RaggedTensors | None, options: AttentionOptions, accumulate: Accumulate
+) -> tuple[Any, ...]:
+    lengths: tuple[Any, ...] = (None,) * len(RaggedTensors._fields) if ragged is None else ragged
+    return *softmax_tensors, *lengths, *options, accumulate
+
+
+def _check_types(
+    tensors: dict[str, Any], options: AttentionOptions, accumulate: Accumulate, ragged: RaggedTensors | None
+) -> None:
     """TypeError for what the operator's schema would turn into something else, or refuse without naming it."""
     for name, value in tensors.items():
         if value is not None and not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor or None, got {type(value).__name__}")
+    if ragged is not None:
+        RaggedFacts.of(ragged)
     check_options(options)
     fp8.check_accumulate(accumulate)
 
@@ -102,21 +126,23 @@ def attention(
     descales: Descales,
     accumulate: Accumulate,
     softmax_tensors: SoftmaxTensors,
+    ragged: RaggedTensors | None = None,
 ) -> Result:
     """:func:`flashhopper.fp8.attention` as an operator."""
     factors = {"q_descale": descales.q, "k_descale": descales.k, "v_descale": descales.v}
     named = {"learnable_sink": softmax_tensors.learnable_sink, "alibi_slopes": softmax_tensors.alibi_slopes}
-    _check_types(factors | named, options, accumulate)
+    _check_types(factors | named, options, accumulate, ragged)
     sink = softmax_tensors.learnable_sink
     if sink is not None and sink.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError("learnable_sink requires a gradient, which compiled FP8 attention lacks; detach it")
-    rest = (*softmax_tensors, *options, accumulate)
+    rest = _flat_rest(softmax_tensors, ragged, options, accumulate)
     with torch.no_grad():
         if fp8.are_quantised(q, k, v):
             descales.refuse("quantised tensors carry their scales")
             fp8.check_roles(q, k, v)
+            fp8.check_sequences(q, k, v, ragged)
             rows = (part for x in (q, k) for part in _flat_rows(x))
-            values = v.data, v.scale, v.mean, v.source_dtype, v.shape[1]
+            values = v.data, v.scale, v.mean, v.source_dtype, v.shape[-3]
             out, lse = torch.ops.flashhopper.fp8_quantised_attention(*rows, *values, *rest)
         else:
             fp8.check_raw(q, k, v)
@@ -128,23 +154,26 @@ def _flat_rows(x: Fp8Tensor) -> tuple[Any, ...]:
     return x.data, x.scale, x.source_dtype, x.rows_per_scale, x.hadamard_seed
 
 
-def _quantised_rows(role: Role, flat: tuple[Any, ...]) -> Fp8Tensor:
+def _quantised_rows(role: Role, flat: tuple[Any, ...], sequences: Sequences | None) -> Fp8Tensor:
     data, scale, dtype, rows, seed = flat
-    batch, seqlen, heads, head_dim = data.shape
-    return Fp8Tensor(role, data, scale, (batch, seqlen, heads, head_dim), dtype, rows, hadamard_seed=seed)
+    return Fp8Tensor(role, data, scale, tuple(data.shape), dtype, rows, hadamard_seed=seed, sequences=sequences)
 
 
 def _quantised_call(arguments: tuple[Any, ...]) -> Attention:
-    q, k = _quantised_rows("q", arguments[:5]), _quantised_rows("k", arguments[5:10])
+    rest = _rest(arguments[15:])
+    lengths = Lengths.of(rest[1])
+    q = _quantised_rows("q", arguments[:5], lengths.side("q"))
+    k = _quantised_rows("k", arguments[5:10], lengths.side("k"))
     data, scale, mean, dtype, seqlen = arguments[10:15]
-    batch, heads, head_dim, _ = data.shape
-    v = Fp8Tensor("v", data, scale, (batch, seqlen, heads, head_dim), dtype, WHOLE_SEQUENCE, mean=mean)
-    return Attention(q, k, v, *_options(arguments[15:]))
+    *batch, heads, head_dim, _ = data.shape
+    shape = *batch, seqlen, heads, head_dim
+    v = Fp8Tensor("v", data, scale, shape, dtype, WHOLE_SEQUENCE, mean=mean, sequences=lengths.side("v"))
+    return Attention(q, k, v, *rest)
 
 
 def _raw_call(arguments: tuple[Any, ...]) -> Attention:
     q, k, v, *factors = arguments[:6]
-    return Attention(q, k, v, *_options(arguments[6:]), Descales(*factors))
+    return Attention(q, k, v, *_rest(arguments[6:]), Descales(*factors))
 
 
 class FromSixteenBits(NamedTuple):
@@ -156,25 +185,30 @@ class FromSixteenBits(NamedTuple):
     recipe: Fp8Recipe
     options: AttentionOptions
     accumulate: Accumulate
+    ragged: RaggedTensors | None = None
 
     @classmethod
     def of(cls, arguments: tuple[Any, ...]) -> FromSixteenBits:
         number = 3 + len(Fp8Recipe._fields)
-        _, options, accumulate = _options((None, None, *arguments[number:]))
+        _, ragged, options, accumulate = _rest(arguments[number:])
         q, k, v, *recipe = arguments[:number]
-        return cls(q, k, v, Fp8Recipe(*recipe), options, accumulate)
+        return cls(q, k, v, Fp8Recipe(*recipe), options, accumulate, ragged)
 
     def flat(self) -> tuple[Any, ...]:
-        return self.q, self.k, self.v, *self.recipe, *self.options, self.accumulate
+        rest = _flat_rest(SoftmaxTensors(), self.ragged, self.options, self.accumulate)
+        return self.q, self.k, self.v, *self.recipe, *rest
 
     def problem(self) -> AttentionProblem:
         """Checked."""
-        fp8.check_sources(self.q, self.k, self.v, self.recipe, self.accumulate)
-        return AttentionProblem.from_tensors(self.q, self.k, self.v, self.options).validate()
+        fp8.check_accumulate(self.accumulate)
+        self.recipe.validate()
+        for name, x in (("q", self.q), ("k", self.k), ("v", self.v)):
+            fp8.check_source(name, x, self.ragged is not None)
+        return AttentionProblem.from_tensors(self.q, self.k, self.v, self.options, self.ragged).validate()
 
     def run(self) -> Result:
-        quantised = fp8.quantize(self.q, self.k, self.v, self.recipe)
-        return Attention(*quantised, SoftmaxTensors(), self.options, self.accumulate).run()
+        quantised = fp8.quantize(self.q, self.k, self.v, self.recipe, Lengths.of(self.ragged))
+        return Attention(*quantised, SoftmaxTensors(), self.ragged, self.options, self.accumulate).run()
 
     def fake(self) -> Result:
         problem = self.problem()
@@ -188,14 +222,15 @@ def attention_from_16_bit(call: FromSixteenBits) -> Result:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     call.recipe.validate()
-    _check_types({}, call.options, call.accumulate)
+    _check_types({}, call.options, call.accumulate, call.ragged)
     out, lse = torch.ops.flashhopper.fp8_attention(*call.flat())
     return out, lse
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Result) -> None:
     call = FromSixteenBits.of(inputs)
-    ctx.save_for_backward(call.q, call.k, call.v, *output)
+    ctx.max_seqlens, lengths = ((), ()) if call.ragged is None else (call.ragged[:2], call.ragged[2:])
+    ctx.save_for_backward(call.q, call.k, call.v, *output, *lengths)
     ctx.options, ctx.num_inputs = call.options, len(inputs)
     ctx.set_materialize_grads(False)
 
@@ -204,7 +239,9 @@ def _attention_grad(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Ten
     without: tuple[None, ...] = (None,) * (ctx.num_inputs - 3)
     if grad_out is None and grad_lse is None:
         return None, None, None, *without
-    gradients = gradients_in_16_bits(ctx.saved_tensors, ctx.options, grad_out, grad_lse)
+    saved = ctx.saved_tensors
+    ragged = RaggedTensors(*ctx.max_seqlens, *saved[5:]) if saved[5:] else None
+    gradients = gradients_in_16_bits(saved[:5], ctx.options, (grad_out, grad_lse), ragged)
     needed = zip(gradients, ctx.needs_input_grad, strict=False)
     return *(gradient if is_needed else None for gradient, is_needed in needed), *without
 
@@ -212,43 +249,51 @@ def _attention_grad(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Ten
 def gradients_in_16_bits(
     saved: tuple[torch.Tensor, ...],
     options: AttentionOptions,
-    grad_out: torch.Tensor | None,
-    grad_lse: torch.Tensor | None,
+    grads: tuple[torch.Tensor | None, torch.Tensor | None],
+    ragged: RaggedTensors | None,
 ) -> tuple[torch.Tensor, ...]:
-    """dq, dk and dv by the 16-bit backward's operator. ``saved``: q, k, v, and out and LSE of the FP8 forward."""
+    """dq, dk and dv by the 16-bit backward's operator. ``saved``: q, k, v, and out and LSE of the FP8 forward; one of
+    ``grads``, of out and of LSE, may be None."""
     q, k, v, out, lse = saved
+    grad_out, grad_lse = grads
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    call = Call(q, k, v, SoftmaxTensors(), None, options)
+    call = Call(q, k, v, SoftmaxTensors(), ragged, options)
     dq, dk, dv, _ = torch.ops.flashhopper.attention_backward(grad_out, grad_lse, out, lse, *call.flat())
     return dq, dk, dv
 
 
-def _quantize_rows(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    data, scale = fp8.engine_of(arguments[0]).quantize_rows(*arguments)
+def _sequences(side: Any, cu_seqlens: torch.Tensor | None, seqused: torch.Tensor | None) -> Sequences | None:
+    return None if cu_seqlens is None else Sequences(side, cu_seqlens, seqused)
+
+
+def _quantize_rows(x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    data, scale = fp8.engine_of(x).quantize_rows(x, *arguments[:3], _sequences(*arguments[3:]))
     return data, scale
 
 
-def _quantize_rows_fake(
-    x: torch.Tensor, rows: int, kind: ScaleKind, hadamard_seed: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    batch, seqlen, heads, _ = x.shape
-    scale = x.new_empty((batch, heads, -(-seqlen // rows)), dtype=torch.float32)
-    return x.new_empty(x.shape, dtype=E4M3), scale
+def _quantize_rows_fake(x: torch.Tensor, rows: int, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    *batch, seqlen, heads, _ = x.shape
+    blocks = _num_blocks(seqlen, rows, arguments[3])
+    return x.new_empty(x.shape, dtype=E4M3), x.new_empty((*batch, heads, blocks), dtype=torch.float32)
 
 
-def _quantize_values(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    data, scale, mean = fp8.engine_of(arguments[0]).quantize_values(*arguments)
+def _num_blocks(seqlen: int, rows: int, cu_seqlens: torch.Tensor | None) -> int:
+    return -(-seqlen // rows) if cu_seqlens is None else num_blocks(seqlen, cu_seqlens.shape[0] - 1, rows)
+
+
+def _quantize_values(v: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    data, scale, mean = fp8.engine_of(v).quantize_values(v, *arguments[:2], _sequences("k", *arguments[2:]))
     return data, scale, mean
 
 
-def _quantize_values_fake(
-    v: torch.Tensor, kind: ScaleKind, center: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    batch, seqlen, heads, head_dim = v.shape
-    slots = -(-seqlen // VALUE_KEYS) * VALUE_KEYS
-    scale, mean = (v.new_empty((batch, heads, head_dim), dtype=torch.float32) for _ in range(2))
-    return v.new_empty((batch, heads, head_dim, slots), dtype=E4M3), scale, mean
+def _quantize_values_fake(v: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    *batch, seqlen, heads, head_dim = v.shape
+    cu_seqlens = arguments[2]
+    slots = _num_blocks(seqlen, VALUE_KEYS, cu_seqlens) * VALUE_KEYS
+    entries = batch if cu_seqlens is None else [cu_seqlens.shape[0] - 1]
+    scale, mean = (v.new_empty((*entries, heads, head_dim), dtype=torch.float32) for _ in range(2))
+    return v.new_empty((*batch, heads, head_dim, slots), dtype=E4M3), scale, mean
 
 
 def _register() -> None:

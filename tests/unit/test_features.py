@@ -12,7 +12,7 @@ from hypothesis import given as draw
 from hypothesis import strategies as st
 from row_by_row import sees
 
-from flashhopper.config import FP8_FEATURES, PLAIN, BackwardSpec, ConfigError, Features, KernelSpec
+from flashhopper.config import FP8_FEATURES, BackwardSpec, ConfigError, Features, KernelSpec
 from flashhopper.heuristics import (
     BACKWARD_TABLE,
     FP8_TABLE,
@@ -63,7 +63,7 @@ def test_all_kernels_with_features_are_those_that_calls_choose(features: Feature
     forward, backward = set(forward_specs(features)), set(backward_specs(features))
     has_fp8 = set(features.names) <= set(FP8_FEATURES)
     fp8 = set(fp8_specs(features)) if has_fp8 else set()
-    others = set(quantize_specs()) if features == PLAIN else set()
+    others = set(quantize_specs(features.ragged)) if has_fp8 else set()
     assert set(all_specs(features)) == forward | backward | fp8 | others
     found_forward, found_backward, found_fp8 = set(), set(), set()
     asked = [options for options, found in ASKED.values() if found == features]

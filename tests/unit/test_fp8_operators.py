@@ -48,8 +48,10 @@ def recorded(monkeypatch: pytest.MonkeyPatch, name: str) -> list[tuple[Any, ...]
 @pytest.mark.parametrize("rows", [64, 128])
 def test_opcheck_of_the_quantisers(rows: int, hadamard_seed: int | None) -> None:
     q, _, v = inputs(seqlen_q=130)
-    torch.library.opcheck(OPERATORS.fp8_quantize_rows.default, (q, rows, "power_of_two", hadamard_seed))
-    torch.library.opcheck(OPERATORS.fp8_quantize_values.default, (v, "amax", hadamard_seed is None))
+    torch.library.opcheck(
+        OPERATORS.fp8_quantize_rows.default, (q, rows, "power_of_two", hadamard_seed, "q", None, None)
+    )
+    torch.library.opcheck(OPERATORS.fp8_quantize_values.default, (v, "amax", hadamard_seed is None, None, None))
 
 
 def opcheck_of_e4m3(operator: Any, arguments: tuple[Any, ...]) -> None:
@@ -78,7 +80,7 @@ def test_opcheck_of_attention(options: AttentionOptions, monkeypatch: pytest.Mon
         assert torch.equal(lse, expected[1])
     raw = [x.to(E4M3) for x in (q, k, v)]
     factors = Descales(None, torch.ones(2, 2), torch.full((1,), 2.0))
-    arguments = (*raw, *factors, None, None, *options, "two_level")
+    arguments = (*raw, *factors, *(None,) * 8, *options, "two_level")  # no softmax tensors, no lengths
     opcheck_of_e4m3(OPERATORS.fp8_raw_attention.default, arguments)
 
 
