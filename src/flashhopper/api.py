@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from flashhopper import fp8, ops
+from flashhopper import fp8, ops, ops_fp8
 from flashhopper.config import ScaleKind
-from flashhopper.fp8 import NO_DESCALES, Accumulate, Descales, Fp8QKV, Fp8Recipe, Fp8Tensor
+from flashhopper.fp8 import NO_DESCALES, Accumulate, Descales, Fp8QKV, Fp8Recipe, Fp8Tensor, Lengths
 from flashhopper.problem import (
     NO_SOFTMAX_TENSORS,
     AttentionOptions,
@@ -17,6 +17,7 @@ from flashhopper.problem import (
     refuse_tensors,
     split_qkv,
 )
+from flashhopper.torch_library_fp8 import FromSixteenBits
 
 
 def flash_attn_func(
@@ -105,7 +106,7 @@ def flash_attn_func(
     if q_descale is not None or k_descale is not None or v_descale is not None:
         descales = Descales(q_descale, k_descale, v_descale)
     if fp8.is_fp8(q, k, v):
-        out, lse = fp8.attention(q, k, v, options, descales, fp8_accumulate, softmax_tensors)
+        out, lse = ops_fp8.attention(q, k, v, options, descales, fp8_accumulate, softmax_tensors)
     else:
         fp8.refuse(descales, fp8_accumulate)
         tensors: tuple[Any, Any, Any] = q, k, v
@@ -118,6 +119,10 @@ def quantize_fp8(
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
     *,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
     scales: ScaleKind = "power_of_two",
     hadamard: bool = True,
     center_v: bool = True,
@@ -133,6 +138,9 @@ def quantize_fp8(
     Args:
         q, k, v: ``(batch, seqlen, heads, head_dim)``, bfloat16 or float16, head dims multiples of 16 from 16 to 256;
             each may be None.
+        cu_seqlens_q, seqused_q: of a ragged q ``(total, heads, head_dim)``, for :func:`flash_attn_varlen_func`, which
+            must get these very tensors: each sequence has scales and a mean of its own, from its used rows.
+        cu_seqlens_k, seqused_k: the same for k and v.
         scales: ``"power_of_two"``: the smallest power of two s with amax / s ≤ 448; ``"amax"``: amax / 448.
         hadamard: transform q and k. Both must have been transformed with the same seed, or neither.
         center_v: subtract from v the mean of each channel over all keys, which attention adds to its result.
@@ -147,7 +155,8 @@ def quantize_fp8(
         RuntimeError: a GPU that is not Hopper.
         ImportError: a kernel is needed and the CuTe DSL is not installed.
     """
-    return fp8.quantize(q, k, v, Fp8Recipe(scales, hadamard, center_v, seed))
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    return ops_fp8.quantize(q, k, v, Fp8Recipe(scales, hadamard, center_v, seed), lengths)
 
 
 def flash_attn_fp8_func(
@@ -157,6 +166,8 @@ def flash_attn_fp8_func(
     softmax_scale: float | None = None,
     causal: bool = False,
     *,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
     scales: ScaleKind = "power_of_two",
     hadamard: bool = True,
     center_v: bool = True,
@@ -173,7 +184,8 @@ def flash_attn_fp8_func(
 
     Args:
         q, k, v: as in :func:`flash_attn_func`, bfloat16 or float16, head dims multiples of 16.
-        softmax_scale, causal, deterministic, sm_margin, fp8_accumulate, return_lse: as in :func:`flash_attn_func`.
+        softmax_scale, causal, window_size, attention_chunk, deterministic, sm_margin, fp8_accumulate, return_lse: as in
+            :func:`flash_attn_func`.
         scales, hadamard, center_v, seed: as in :func:`quantize_fp8`.
 
     Returns:
@@ -183,9 +195,62 @@ def flash_attn_fp8_func(
     Raises:
         As :func:`flash_attn_func` and :func:`quantize_fp8`.
     """
-    options = AttentionOptions(softmax_scale, causal, deterministic=deterministic, sm_margin=sm_margin)
+    options = AttentionOptions(
+        softmax_scale, causal, window_size, attention_chunk, deterministic=deterministic, sm_margin=sm_margin
+    )
     recipe = Fp8Recipe(scales, hadamard, center_v, seed)
-    out, lse = fp8.attention_from_16_bit(q, k, v, options, recipe, fp8_accumulate)
+    out, lse = ops_fp8.attention_from_16_bit(FromSixteenBits(q, k, v, recipe, options, fp8_accumulate))
+    return (out, lse) if return_lse else out
+
+
+def flash_attn_varlen_fp8_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    scales: ScaleKind = "power_of_two",
+    hadamard: bool = True,
+    center_v: bool = True,
+    seed: int = 0,
+    fp8_accumulate: Accumulate = "two_level",
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_lse: bool = False,
+) -> Any:
+    """:func:`flash_attn_fp8_func` of a ragged batch: each sequence has scales and means of its own.
+
+    Args:
+        q, k, v: as in :func:`flash_attn_varlen_func`, bfloat16 or float16, head dims multiples of 16.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k: as in
+            :func:`flash_attn_varlen_func`.
+        softmax_scale, causal, window_size, attention_chunk, deterministic, sm_margin, fp8_accumulate, return_lse: as in
+            :func:`flash_attn_func`.
+        scales, hadamard, center_v, seed: as in :func:`quantize_fp8`.
+
+    Returns:
+        out ``(total_q, heads, head_dim_v)`` in q's dtype; on request also lse ``(heads, total_q)``, float32. Rows that
+        are not used or belong to no sequence have out 0, LSE -inf and gradients of 0.
+
+    Raises:
+        As :func:`flash_attn_varlen_func` and :func:`quantize_fp8`.
+    """
+    options = AttentionOptions(
+        softmax_scale, causal, window_size, attention_chunk, deterministic=deterministic, sm_margin=sm_margin
+    )
+    recipe = Fp8Recipe(scales, hadamard, center_v, seed)
+    ragged = RaggedTensors(max_seqlen_q, max_seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    call = FromSixteenBits(q, k, v, recipe, options, fp8_accumulate, ragged)
+    out, lse = ops_fp8.attention_from_16_bit(call)
     return (out, lse) if return_lse else out
 
 
@@ -218,9 +283,9 @@ def flash_attn_qkvpacked_func(
 
 
 def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Fp8Tensor,
+    k: torch.Tensor | Fp8Tensor,
+    v: torch.Tensor | Fp8Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int,
@@ -243,6 +308,7 @@ def flash_attn_varlen_func(
     pack_gqa: bool | None = None,
     deterministic: bool = False,
     sm_margin: int = 0,
+    fp8_accumulate: Accumulate = "two_level",
     return_attn_probs: bool = False,
     return_lse: bool = False,
 ) -> Any:
@@ -251,7 +317,8 @@ def flash_attn_varlen_func(
     Each sequence attends to its own keys only. Differentiable as :func:`flash_attn_func` is.
 
     Args:
-        q: ``(total_q, heads, head_dim)``; dtypes and strides as in :func:`flash_attn_func`.
+        q: ``(total_q, heads, head_dim)``; dtypes and strides as in :func:`flash_attn_func`. With FP8, quantised tensors
+            are those of :func:`quantize_fp8` with the same cu_seqlens and seqused, the very tensors.
         k: ``(total_k, heads_k, head_dim)``.
         v: ``(total_k, heads_k, head_dim_v)``.
         cu_seqlens_q: ``(batch + 1,)`` int32, contiguous, on q's device: sequence i owns the rows cu_seqlens_q[i] …
@@ -262,30 +329,37 @@ def flash_attn_varlen_func(
         seqused_k: the same for k and v. Rows that are not used are never read into a result, whatever they hold.
         softmax_scale, causal, window_size, attention_chunk, softcap, learnable_sink, alibi_slopes: as in
             :func:`flash_attn_func`, the used lengths of each sequence being its ``seqlen_q`` and ``seqlen_k``.
-        qv, num_splits, pack_gqa, deterministic, sm_margin, return_attn_probs, return_lse: as in
-            :func:`flash_attn_func`.
-        q_descale, k_descale, v_descale: only None is accepted today.
+        qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, deterministic, sm_margin, fp8_accumulate,
+            return_attn_probs, return_lse: as in :func:`flash_attn_func`.
 
     The contents of ``cu_seqlens`` and ``seqused`` are checked on the CPU. On CUDA tensors, where that would wait for
     the GPU, only their types and shapes are: the caller answers for what is in them.
 
     Returns:
-        out ``(total_q, heads, head_dim_v)`` in q's dtype; on request also lse ``(heads, total_q)``, float32 (float64
-        for float64 inputs). Rows that are not used or belong to no sequence have out 0, LSE -inf and gradients of 0.
+        out ``(total_q, heads, head_dim_v)`` in q's dtype (FP8: as in :func:`flash_attn_func`); on request also lse
+        ``(heads, total_q)``, float32 (float64 for float64 inputs). Rows that are not used or belong to no sequence have
+        out 0, LSE -inf and gradients of 0.
 
     Raises:
         As :func:`flash_attn_func`.
     """
-    if qv is not None or q_descale is not None or k_descale is not None or v_descale is not None:
-        refuse_tensors(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    if qv is not None:
+        refuse_tensors(qv=qv)
     options = AttentionOptions(
         softmax_scale, causal, window_size, attention_chunk, softcap, num_splits, pack_gqa, deterministic, sm_margin
     )
     ragged = RaggedTensors(max_seqlen_q, max_seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    softmax_tensors = NO_SOFTMAX_TENSORS
+    softmax_tensors, descales = NO_SOFTMAX_TENSORS, NO_DESCALES
     if learnable_sink is not None or alibi_slopes is not None:
         softmax_tensors = SoftmaxTensors(learnable_sink, alibi_slopes)
-    out, lse = ops.attention(q, k, v, options, softmax_tensors, ragged)
+    if q_descale is not None or k_descale is not None or v_descale is not None:
+        descales = Descales(q_descale, k_descale, v_descale)
+    if fp8.is_fp8(q, k, v):
+        out, lse = ops_fp8.attention(q, k, v, options, descales, fp8_accumulate, softmax_tensors, ragged)
+    else:
+        fp8.refuse(descales, fp8_accumulate)
+        tensors: tuple[Any, Any, Any] = q, k, v
+        out, lse = ops.attention(tensors[0], tensors[1], tensors[2], options, softmax_tensors, ragged)
     return (out, lse) if return_lse or return_attn_probs else out
 
 

@@ -242,6 +242,7 @@ class Features:
 
 
 PLAIN = Features()
+FP8_FEATURES = ("window", "chunk", "ragged")
 
 
 @dataclass(frozen=True)
@@ -271,8 +272,9 @@ class KernelSpec:
             raise ConfigError("softmax='lazy' lets P grow to 2**30, float16 ends at 65504: use softmax='exact'")
         if (self.dtype == FP8) != (self.out_dtype is not None) or self.out_dtype == FP8:
             raise ConfigError(f"out_dtype={self.out_dtype!r}: a 16-bit type with dtype={FP8!r}, else None")
-        if self.dtype == FP8 and self.features != PLAIN:
-            raise ConfigError(f"{', '.join(self.features.names)}: FP8 kernels have no features yet")
+        lacking = [name for name in self.features.names if name not in FP8_FEATURES]
+        if self.dtype == FP8 and lacking:
+            raise ConfigError(f"{', '.join(lacking)}: not in FP8 kernels yet")
         self.config.check_feasible(self.head_dim, self.head_dim_v, ELEMENT_BYTES[self.dtype])
 
     @property
@@ -481,11 +483,12 @@ class QuantizeRowsSpec:
     rows: int
     scales: ScaleKind
     hadamard: bool
+    ragged: bool = False
 
     @property
     def name(self) -> str:
-        transform = "_hadamard" if self.hadamard else ""
-        return f"quantize_rows_{self.dtype}_d{self.head_dim}_{self.rows}_{self.scales}{transform}"
+        flags = ("_hadamard" if self.hadamard else "") + ("_ragged" if self.ragged else "")
+        return f"quantize_rows_{self.dtype}_d{self.head_dim}_{self.rows}_{self.scales}{flags}"
 
 
 @dataclass(frozen=True)
@@ -494,10 +497,11 @@ class ValueStatisticsSpec:
 
     dtype: Dtype
     head_dim: int
+    ragged: bool = False
 
     @property
     def name(self) -> str:
-        return f"value_statistics_{self.dtype}_d{self.head_dim}"
+        return f"value_statistics_{self.dtype}_d{self.head_dim}{'_ragged' if self.ragged else ''}"
 
 
 @dataclass(frozen=True)
@@ -508,10 +512,12 @@ class ValueScalesSpec:
     head_dim: int
     scales: ScaleKind
     center: bool
+    ragged: bool = False
 
     @property
     def name(self) -> str:
-        return f"value_scales_{self.dtype}_d{self.head_dim}_{self.scales}{'_centred' if self.center else ''}"
+        flags = ("_centred" if self.center else "") + ("_ragged" if self.ragged else "")
+        return f"value_scales_{self.dtype}_d{self.head_dim}_{self.scales}{flags}"
 
 
 @dataclass(frozen=True)
@@ -520,10 +526,11 @@ class QuantizeValuesSpec:
 
     dtype: Dtype
     head_dim: int
+    ragged: bool = False
 
     @property
     def name(self) -> str:
-        return f"quantize_values_{self.dtype}_d{self.head_dim}"
+        return f"quantize_values_{self.dtype}_d{self.head_dim}{'_ragged' if self.ragged else ''}"
 
 
 QuantizeSpec = QuantizeRowsSpec | ValueStatisticsSpec | ValueScalesSpec | QuantizeValuesSpec

@@ -8,19 +8,22 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from flashhopper import launch_fp8, ops, reference, reference_fp8
+from flashhopper import launch_fp8, reference, reference_fp8, reference_fp8_varlen, reference_varlen
 from flashhopper.config import KEYS_PER_SCALE, QUERIES_PER_SCALE, ScaleKind
-from flashhopper.launch_backward import Saved
 from flashhopper.problem import (
     DTYPES,
     MAX_EXTENT,
     MAX_HEAD_DIM,
     AttentionOptions,
     AttentionProblem,
+    RaggedFacts,
+    RaggedTensors,
     SoftmaxTensors,
     TensorFacts,
+    exceeds,
 )
 from flashhopper.reference_fp8 import E4M3, SCALE_KINDS, WHOLE_SEQUENCE, Operands
+from flashhopper.reference_fp8_varlen import Sequences
 
 Role = Literal["q", "k", "v"]
 Accumulate = Literal["two_level", "fast"]
@@ -36,11 +39,14 @@ class Fp8Tensor:
     role: Role
     data: torch.Tensor
     """e4m3. q and k: ``(batch, seqlen, heads, head_dim)``. v: ``(batch, heads, head_dim_v, slots)``, transposed for the
-    tensor cores, keys in the kernels' order and padded with zeros to a multiple of 128."""
+    tensor cores, keys in the kernels' order and padded with zeros to a multiple of 128. Of a ragged batch without the
+    batch dimension: sequence i has the slots from 128 · (cu_seqlens[i] // 128 + i) of 128 · (total // 128 + batch)."""
     scale: torch.Tensor
-    """fp32. q and k: ``(batch, heads, blocks)``, one for ``rows_per_scale`` rows. v: ``(batch, heads, head_dim_v)``."""
-    shape: tuple[int, int, int, int]
-    """Of the tensor that was quantised: ``(batch, seqlen, heads, head_dim)``."""
+    """fp32. q and k: ``(batch, heads, blocks)``, one for ``rows_per_scale`` rows; of a ragged batch ``(heads, total //
+    rows_per_scale + batch)``, those of sequence i from block cu_seqlens[i] // rows_per_scale + i. v: ``(batch, heads,
+    head_dim_v)``."""
+    shape: tuple[int, ...]
+    """Of the tensor that was quantised: ``(batch, seqlen, heads, head_dim)`` or ``(total, heads, head_dim)``."""
     source_dtype: torch.dtype
     """Of the tensor that was quantised, and so of attention's result."""
     rows_per_scale: int
@@ -48,18 +54,31 @@ class Fp8Tensor:
     """v: what was subtracted from each channel, fp32 ``(batch, heads, head_dim_v)``."""
     hadamard_seed: int | None = None
     """q and k: of the random signs before the Hadamard transform; None without transform."""
+    sequences: Sequences | None = None
+    """Of a ragged batch: the lengths it was quantised with."""
 
     @property
     def device(self) -> torch.device:
         return self.data.device
 
     def dequantize(self) -> torch.Tensor:
-        """What the quantised numbers stand for, fp32 of ``shape``; transform and mean are undone."""
+        """What the quantised numbers stand for, fp32 of ``shape``; transform and mean are undone. Of a ragged batch it
+        reads the lengths, for which it waits; rows that are not used are 0."""
+        if self.sequences is not None:
+            return self._dequantize_sequences(self.sequences)
         if self.role == "v":
             x = reference_fp8.restore_values(self.data, self.shape[1]).float() * self.scale[:, None]
             return x if self.mean is None else x + self.mean[:, None]
         scale = reference_fp8.rows_of_scales(self.scale, self.rows_per_scale, self.shape[1])
         x = self.data.float() * scale
+        return x if self.hadamard_seed is None else reference_fp8.inverse_hadamard(x, self.hadamard_seed)
+
+    def _dequantize_sequences(self, sequences: Sequences) -> torch.Tensor:
+        total = self.shape[0]
+        if self.role == "v":
+            mean = torch.zeros_like(self.scale) if self.mean is None else self.mean
+            return reference_fp8_varlen.restore_values(self.data, self.scale, mean, total, sequences)
+        x = self.data.float() * reference_fp8_varlen.rows_of_scales(self.scale, self.rows_per_scale, total, sequences)
         return x if self.hadamard_seed is None else reference_fp8.inverse_hadamard(x, self.hadamard_seed)
 
 
@@ -89,43 +108,100 @@ class Fp8Recipe(NamedTuple):
             raise TypeError(f"seed must be an int, got {type(self.seed).__name__}")
 
 
-def quantize(q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Fp8Recipe) -> Fp8QKV:
-    """See :func:`flashhopper.quantize_fp8`."""
+class Lengths(NamedTuple):
+    """:func:`quantize_fp8`'s arguments of these names."""
+
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    seqused_q: torch.Tensor | None = None
+    seqused_k: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, ragged: RaggedTensors | None) -> Lengths:
+        return cls() if ragged is None else cls(*ragged[2:])
+
+    def side(self, role: Role) -> Sequences | None:
+        """Of q, or of k and v; None if dense."""
+        if role == "q":
+            return None if self.cu_seqlens_q is None else Sequences("q", self.cu_seqlens_q, self.seqused_q)
+        return None if self.cu_seqlens_k is None else Sequences("k", self.cu_seqlens_k, self.seqused_k)
+
+    def check(self, q: Any, k: Any, v: Any) -> None:
+        """TypeError or ValueError for lengths that fit no tensor given."""
+        for side, cu_seqlens, seqused, owner in (
+            ("q", self.cu_seqlens_q, self.seqused_q, q),
+            ("k", self.cu_seqlens_k, self.seqused_k, v if k is None else k),
+        ):
+            if cu_seqlens is None:
+                if seqused is not None:
+                    raise ValueError(f"seqused_{side} is given, cu_seqlens_{side} is not")
+                continue
+            if owner is None:
+                raise ValueError(f"cu_seqlens_{side} is given, but no tensor whose sequences it could describe")
+            # A ragged batch's own check, with this side as both.
+            try:
+                RaggedFacts.of(RaggedTensors(0, 0, cu_seqlens, cu_seqlens, seqused, seqused)).check(owner.device)
+            except (TypeError, ValueError) as error:
+                message = str(error).replace("seqlens_q", f"seqlens_{side}").replace("seqused_q", f"seqused_{side}")
+                raise type(error)(message) from None
+
+
+DENSE = Lengths()
+
+
+def quantize(
+    q: torch.Tensor | None,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    recipe: Fp8Recipe,
+    lengths: Lengths = DENSE,
+    engine: Any = None,
+) -> Fp8QKV:
+    """See :func:`flashhopper.quantize_fp8`. ``engine``: what has ``quantize_rows`` and ``quantize_values``, by default
+    that of the tensors' device."""
     recipe.validate()
-    given = {"q": q, "k": k, "v": v}
-    for name, x in given.items():
+    given: tuple[tuple[Role, torch.Tensor | None], ...] = (("q", q), ("k", k), ("v", v))
+    for name, x in given:
         if x is not None:
-            _check_source(name, x)
+            check_source(name, x, lengths.side(name) is not None)
+    lengths.check(q, k, v)
     with torch.no_grad():
-        return Fp8QKV(*(None if x is None else _quantize(name, x, recipe) for name, x in given.items()))
+        quantised = [None if x is None else _quantize(name, x, recipe, lengths.side(name), engine) for name, x in given]
+    return Fp8QKV(*quantised)
 
 
-def _quantize(role: Any, x: torch.Tensor, recipe: Fp8Recipe) -> Fp8Tensor:
-    engine: Any = reference_fp8 if x.device.type == "cpu" else launch_fp8
-    rows = ROWS_PER_SCALE[role]
-    shape = x.shape[0], x.shape[1], x.shape[2], x.shape[3]
+def engine_of(x: torch.Tensor) -> Any:
+    """What quantises a tensor: kernels, or plain PyTorch with the same bits."""
+    return reference_fp8_varlen if x.device.type == "cpu" else launch_fp8
+
+
+def _quantize(role: Role, x: torch.Tensor, recipe: Fp8Recipe, sequences: Sequences | None, engine: Any) -> Fp8Tensor:
+    engine = engine_of(x) if engine is None else engine
+    rows, shape = ROWS_PER_SCALE[role], tuple(x.shape)
     if role == "v":
-        data, scale, mean = engine.quantize_values(x, recipe.scales, recipe.center_v)
-        return Fp8Tensor(role, data, scale, shape, x.dtype, rows, mean=mean)
+        data, scale, mean = engine.quantize_values(x, recipe.scales, recipe.center_v, sequences)
+        return Fp8Tensor(role, data, scale, shape, x.dtype, rows, mean=mean, sequences=sequences)
     seed = recipe.seed if recipe.hadamard else None
-    data, scale = engine.quantize_rows(x, rows, recipe.scales, seed)
-    return Fp8Tensor(role, data, scale, shape, x.dtype, rows, hadamard_seed=seed)
+    data, scale = engine.quantize_rows(x, rows, recipe.scales, seed, sequences)
+    return Fp8Tensor(role, data, scale, shape, x.dtype, rows, hadamard_seed=seed, sequences=sequences)
 
 
-def _check_source(name: str, x: torch.Tensor) -> None:
+def check_source(name: str, x: torch.Tensor, is_ragged: bool) -> None:
+    """TypeError or ValueError for a tensor that cannot be quantised."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if x.dtype not in DTYPES:
         raise TypeError(f"{name} has dtype {x.dtype}; accepted are {', '.join(map(str, DTYPES))}")
     if x.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} is on device {x.device}; accepted are cpu and cuda tensors")
-    if x.dim() != 4:
+    layout = "total, heads, head_dim" if is_ragged else "batch, seqlen, heads, head_dim"
+    if x.dim() != layout.count(",") + 1:
         shape = tuple(x.shape)
-        raise ValueError(f"{name} must have 4 dimensions (batch, seqlen, heads, head_dim), got shape {shape}")
-    if max(x.shape) > MAX_EXTENT:
+        raise ValueError(f"{name} must have {layout.count(',') + 1} dimensions ({layout}), got shape {shape}")
+    if any(map(exceeds, x.shape)):
         raise ValueError(f"{name} has shape {tuple(x.shape)}; each extent may be at most {MAX_EXTENT}")
-    _check_head_dim(name, x.shape[3])
-    if x.stride(3) != 1:
+    _check_head_dim(name, x.shape[-1])
+    if x.stride(-1) != 1:
         raise ValueError(
             f"{name} has strides {x.stride()}; the last dimension (head_dim) must be contiguous (stride 1)"
         )
@@ -193,10 +269,11 @@ def refuse(descales: Descales, accumulate: Any) -> None:
 
 
 class _Inputs(NamedTuple):
-    """One FP8 call: checked problem, and what the kernel reads once it is asked for."""
+    """One FP8 call: its problem, and what the kernel reads once it is asked for."""
 
     problem: AttentionProblem
     operands: Callable[[], Operands]
+    ragged: RaggedTensors | None
 
 
 def attention(
@@ -207,22 +284,42 @@ def attention(
     descales: Descales,
     accumulate: Accumulate,
     softmax_tensors: SoftmaxTensors,
+    ragged: RaggedTensors | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Out, in the dtype that was quantised (bfloat16 for raw e4m3), and LSE; neither is differentiable."""
     check_accumulate(accumulate)
-    kinds = {isinstance(x, Fp8Tensor) for x in (q, k, v)}
-    if len(kinds) > 1:
-        names = ", ".join(f"{name} {_describe(x)}" for name, x in (("q", q), ("k", k), ("v", v)))
-        raise TypeError(f"q, k and v must all come from quantize_fp8 or all be tensors of one dtype, got {names}")
-    inputs = _quantized_inputs(q, k, v, options, descales) if True in kinds else _raw_inputs(q, k, v, options, descales)
-    problem = inputs.problem.validate()
-    if any(tensor is not None for tensor in softmax_tensors):
-        problem.check_softmax_tensors(softmax_tensors)
-    if problem.device.type == "cpu":
+    inputs = checked_inputs((q, k, v), options, descales, softmax_tensors, ragged)
+    if inputs.problem.device.type == "cpu":
         return _reference_attention(inputs, softmax_tensors)
-    _refuse_on_cuda(options, softmax_tensors)
     with torch.no_grad():
-        return launch_fp8.forward(inputs.operands(), problem, accumulate == "fast")
+        return launch_fp8.forward(inputs.operands(), inputs.problem, accumulate == "fast", ragged=ragged)
+
+
+def checked_inputs(
+    tensors: tuple[Any, Any, Any],
+    options: AttentionOptions,
+    descales: Descales,
+    softmax_tensors: SoftmaxTensors,
+    ragged: RaggedTensors | None,
+) -> _Inputs:
+    """The one place where an FP8 call is checked."""
+    make = _quantized_inputs if are_quantised(*tensors) else _raw_inputs
+    inputs = make(tensors, options, descales, ragged)
+    inputs.problem.validate()
+    if any(tensor is not None for tensor in softmax_tensors):
+        inputs.problem.check_softmax_tensors(softmax_tensors)
+    if inputs.problem.device.type != "cpu":
+        _refuse_on_cuda(options, softmax_tensors)
+    return inputs
+
+
+def are_quantised(q: Any, k: Any, v: Any) -> bool:
+    """Whether q, k and v come from :func:`quantize`; TypeError if some of them do."""
+    kinds = [isinstance(x, Fp8Tensor) for x in (q, k, v)]
+    if any(kinds) and not all(kinds):
+        names = ", ".join([f"{name} {_describe(x)}" for name, x in (("q", q), ("k", k), ("v", v))])
+        raise TypeError(f"q, k and v must all come from quantize_fp8 or all be tensors of one dtype, got {names}")
+    return all(kinds)
 
 
 def check_accumulate(accumulate: Any) -> None:
@@ -232,10 +329,8 @@ def check_accumulate(accumulate: Any) -> None:
 
 def _refuse_on_cuda(options: AttentionOptions, softmax_tensors: SoftmaxTensors) -> None:
     """What the FP8 kernels lack, whatever the 16-bit ones have."""
-    for name, default in (("window_size", (-1, -1)), ("attention_chunk", 0), ("softcap", 0.0)):
-        value = getattr(options, name)
-        if value != default:
-            raise NotImplementedError(f"{name}={value!r} is not there yet with FP8 on CUDA tensors")
+    if options.softcap != 0.0:
+        raise NotImplementedError(f"softcap={options.softcap!r} is not there yet with FP8 on CUDA tensors")
     for name, tensor in softmax_tensors._asdict().items():
         if tensor is not None:
             raise NotImplementedError(f"{name} is not there yet with FP8 on CUDA tensors")
@@ -245,39 +340,75 @@ def _describe(x: Any) -> str:
     return "quantised" if isinstance(x, Fp8Tensor) else str(getattr(x, "dtype", type(x).__name__))
 
 
-def _quantized_inputs(
-    q: Fp8Tensor, k: Fp8Tensor, v: Fp8Tensor, options: AttentionOptions, descales: Descales
-) -> _Inputs:
-    descales.refuse("quantised tensors carry their scales")
+def check_roles(q: Fp8Tensor, k: Fp8Tensor, v: Fp8Tensor) -> None:
+    """ValueError unless each was quantised as what it is."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.role != name:
             raise ValueError(f"{name} was quantised as {x.role}: each of q, k and v has a layout of its own")
+
+
+def check_sequences(q: Fp8Tensor, k: Fp8Tensor, v: Fp8Tensor, ragged: RaggedTensors | None) -> None:
+    """ValueError unless each was quantised with the call's own lengths: blocks of scales lie by them. What is in the
+    tensors is not compared, for which a GPU would have to be waited for."""
+    lengths = Lengths.of(ragged)
+    for name, x, side in (("q", q, lengths.side("q")), ("k", k, lengths.side("k")), ("v", v, lengths.side("v"))):
+        if side is None:
+            if x.sequences is not None:
+                raise ValueError(f"{name} was quantised as a ragged batch: flash_attn_varlen_func takes it")
+            continue
+        if x.sequences is None:
+            raise ValueError(f"{name} was quantised without cu_seqlens_{side.side}")
+        if x.sequences.cu_seqlens is not side.cu_seqlens:
+            raise ValueError(f"cu_seqlens_{side.side} is not the tensor that {name} was quantised with")
+        if x.sequences.seqused is not side.seqused:
+            raise ValueError(f"seqused_{side.side} is not what {name} was quantised with")
+
+
+def _quantized_inputs(
+    tensors: tuple[Fp8Tensor, Fp8Tensor, Fp8Tensor],
+    options: AttentionOptions,
+    descales: Descales,
+    ragged: RaggedTensors | None,
+) -> _Inputs:
+    q, k, v = tensors
+    descales.refuse("quantised tensors carry their scales")
+    check_roles(q, k, v)
+    check_sequences(q, k, v, ragged)
     if q.hadamard_seed != k.hadamard_seed:
         raise ValueError(f"q was transformed with seed {q.hadamard_seed}, k with {k.hadamard_seed}: they must be equal")
     q_facts, k_facts, v_facts = (_facts(x.shape, x.source_dtype, x.device) for x in (q, k, v))
-    problem = AttentionProblem(q_facts, k_facts, v_facts, options)
+    problem = AttentionProblem(q_facts, k_facts, v_facts, options, None if ragged is None else RaggedFacts.of(ragged))
 
     def operands() -> Operands:
         mean = torch.zeros_like(v.scale) if v.mean is None else v.mean
         scales = q.scale, k.scale, v.scale, mean
-        return Operands(q.data, k.data, v.data, *scales, q.rows_per_scale, k.rows_per_scale, k.shape[1])
+        return Operands(q.data, k.data, v.data, *scales, q.rows_per_scale, k.rows_per_scale, problem.rows_k)
 
-    return _Inputs(problem, operands)
+    return _Inputs(problem, operands, ragged)
 
 
-def _raw_inputs(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions, descales: Descales
-) -> _Inputs:
+def check_raw(q: Any, k: Any, v: Any) -> None:
+    """TypeError unless all are e4m3 tensors."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         if x.dtype != E4M3:
             raise TypeError(f"{name} has dtype {x.dtype}; with another of q, k and v in {E4M3} all must have it")
+
+
+def _raw_inputs(
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    options: AttentionOptions,
+    descales: Descales,
+    ragged: RaggedTensors | None,
+) -> _Inputs:
+    q, k, v = tensors
+    check_raw(q, k, v)
     q_facts, k_facts, v_facts = (TensorFacts.of(x)._replace(dtype=torch.bfloat16) for x in (q, k, v))
-    problem = AttentionProblem(q_facts, k_facts, v_facts, options)
+    problem = AttentionProblem(q_facts, k_facts, v_facts, options, None if ragged is None else RaggedFacts.of(ragged))
     problem.validate()
     for name, x in (("q", q), ("v", v)):
-        _check_head_dim(name, x.shape[3])
+        _check_head_dim(name, x.shape[-1])
     batch, heads_k = problem.batch, problem.num_heads_k
     q_factor, k_factor, v_factor = (descales.of_heads(name, batch, heads_k, q.device) for name in ("q", "k", "v"))
 
@@ -285,101 +416,41 @@ def _raw_inputs(
         group = problem.num_heads // heads_k
         q_scale = q_factor[:, :, None].expand(batch, heads_k, group).reshape(batch, problem.num_heads, 1)
         v_scale = v_factor[:, :, None].expand(batch, heads_k, problem.head_dim_v).contiguous()
-        engine: Any = reference_fp8 if q.device.type == "cpu" else launch_fp8
-        scales = q_scale, k_factor[:, :, None].contiguous(), v_scale, torch.zeros_like(v_scale)
-        return Operands(q, k, engine.transpose_values(v), *scales, WHOLE_SEQUENCE, WHOLE_SEQUENCE, problem.seqlen_k)
+        k_scale = k_factor[:, :, None].contiguous()
+        if ragged is not None:  # a block holds a whole sequence, and each sequence has its own
+            q_scale, k_scale = (x[..., 0].t().contiguous() for x in (q_scale, k_scale))
+        slots = engine_of(q).transpose_values(v, Lengths.of(ragged).side("v"))
+        scales = q_scale, k_scale, v_scale, torch.zeros_like(v_scale)
+        return Operands(q, k, slots, *scales, WHOLE_SEQUENCE, WHOLE_SEQUENCE, problem.rows_k)
 
-    return _Inputs(problem, operands)
+    return _Inputs(problem, operands, ragged)
 
 
-def _facts(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> TensorFacts:
+def _facts(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> TensorFacts:
     """Those of a contiguous tensor."""
-    _, seqlen, heads, head_dim = shape
-    return TensorFacts(shape, (seqlen * heads * head_dim, heads * head_dim, head_dim, 1), dtype, device)
+    stride = [1]
+    for extent in reversed(shape[1:]):
+        stride.append(stride[-1] * extent)
+    return TensorFacts(shape, tuple(reversed(stride)), dtype, device)
 
 
 def _reference_attention(inputs: _Inputs, softmax_tensors: SoftmaxTensors) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention in fp32 on what the quantised tensors stand for; the transform of q and k need not be undone."""
     problem, options = inputs.problem, inputs.problem.options
-    q, k, v = inputs.operands().dequantized()
-    out, lse = reference.attention(
-        q,
-        k,
-        v,
-        softmax_scale=problem.softmax_scale,
-        causal=options.causal,
-        window_size=options.window_size,
-        attention_chunk=options.attention_chunk,
-        softcap=float(options.softcap),
-        learnable_sink=softmax_tensors.learnable_sink,
-        alibi_slopes=softmax_tensors.alibi_slopes,
-    )
+    arguments: dict[str, Any] = {
+        "softmax_scale": problem.softmax_scale,
+        "causal": options.causal,
+        "window_size": options.window_size,
+        "attention_chunk": options.attention_chunk,
+        "softcap": float(options.softcap),
+        "learnable_sink": softmax_tensors.learnable_sink,
+        "alibi_slopes": softmax_tensors.alibi_slopes,
+    }
+    lengths = Lengths.of(inputs.ragged)
+    q_side, k_side = lengths.side("q"), lengths.side("k")
+    if inputs.ragged is None or q_side is None or k_side is None:
+        out, lse = reference.attention(*inputs.operands().dequantized(), **arguments)
+    else:
+        q, k, v = reference_fp8_varlen.dequantized(inputs.operands(), q_side, k_side)
+        out, lse = reference_varlen.attention(q, k, v, inputs.ragged, **arguments)
     return out.to(problem.dtype), lse
-
-
-class _Fp8Attention(torch.autograd.Function):
-    """FP8 forward, 16-bit backward: the gradient of attention at the 16-bit inputs, with the FP8 forward's out and LSE.
-
-    Saved for backward: q, k, v, out and LSE, as in the 16-bit attention.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        options: AttentionOptions,
-        recipe: Fp8Recipe,
-        accumulate: Accumulate,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = attention(*quantize(q, k, v, recipe), options, Descales(), accumulate, SoftmaxTensors())
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.options = options
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
-        if grad_out is None and grad_lse is None:
-            return (None,) * 6
-        saved = Saved(*ctx.saved_tensors)
-        if saved.q.is_cuda:
-            gradients = ops.kernel_gradients(saved, None, None, ctx.options, (grad_out, grad_lse))[:3]
-        else:
-            gradients = _reference_gradients(saved, ctx.options, grad_out, grad_lse)
-        needed = zip(gradients, ctx.needs_input_grad, strict=False)
-        return *(gradient if is_needed else None for gradient, is_needed in needed), None, None, None
-
-
-def _reference_gradients(
-    saved: Saved,
-    options: AttentionOptions,
-    grad_out: torch.Tensor | None,
-    grad_lse: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, ...]:
-    """The same gradients for CPU tensors: those of attention at the 16-bit inputs."""
-    q, k, v = leaves = [x.detach().requires_grad_() for x in (saved.q, saved.k, saved.v)]
-    with torch.enable_grad():
-        results = ops.attention(q, k, v, options, SoftmaxTensors())
-    given = [(x, grad) for x, grad in zip(results, (grad_out, grad_lse), strict=True) if grad is not None]
-    outputs, grads = zip(*given, strict=True)
-    return torch.autograd.grad(outputs, leaves, grads, materialize_grads=True, allow_unused=True)
-
-
-def attention_from_16_bit(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    options: AttentionOptions,
-    recipe: Fp8Recipe,
-    accumulate: Accumulate,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise and attend; differentiable once with respect to q, k and v."""
-    check_accumulate(accumulate)
-    recipe.validate()
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_source(name, x)
-    AttentionProblem.from_tensors(q, k, v, options).validate()
-    result: tuple[torch.Tensor, torch.Tensor] = _Fp8Attention.apply(q, k, v, options, recipe, accumulate)
-    return result

@@ -216,12 +216,24 @@ class Fp8Row(NamedTuple):
     fast: ForwardConfig
     reason: str
 
-    def spec(self, out_dtype: Dtype, causal: bool, fast: bool, config: ForwardConfig | None = None) -> KernelSpec:
-        """The kernel for an output type and a mask; ``config`` overrides the row's."""
+    def spec(
+        self,
+        out_dtype: Dtype,
+        causal: bool,
+        fast: bool,
+        config: ForwardConfig | None = None,
+        features: Features = PLAIN,
+    ) -> KernelSpec:
+        """The kernel for an output type, a mask and features; ``config`` overrides the row's."""
         if config is None:
-            config = self.fast if fast else self.two_level_causal if causal else self.two_level
-            config = replace(config, group_waves=_CAUSAL_WAVES) if causal else config
-        return KernelSpec(FP8, self.head_dim, self.head_dim_v, causal, config, out_dtype=out_dtype)
+            is_masked = causal or features.window or features.ragged
+            config = self.fast if fast else self.two_level_causal if is_masked else self.two_level
+            config = replace(config, group_waves=_CAUSAL_WAVES) if is_masked else config
+            config = for_features(config, features)
+            if features.window or (features.ragged and not causal):
+                # At head_dim 256 consumers with 224 registers spill 3 with chunks, and 1 if ragged without a mask.
+                config = replace(config, wide_producer=False)
+        return KernelSpec(FP8, self.head_dim, self.head_dim_v, causal, config, features, out_dtype)
 
 
 _FP8_D64 = ForwardConfig(128, 128, num_stages=4, num_q_stages=2, prefetch_scores=True, warpgroup_order="free")
@@ -290,7 +302,7 @@ def select_fp8_spec(problem: AttentionProblem, fast: bool, config: ForwardConfig
     """The FP8 kernel for a validated problem, whose dtype is that of the output; ``config`` overrides the table's."""
     for row in FP8_TABLE:
         if problem.head_dim <= row.head_dim and problem.head_dim_v <= row.head_dim_v:
-            return row.spec(DTYPES[problem.dtype], problem.options.causal, fast, config)
+            return row.spec(DTYPES[problem.dtype], problem.mask.causal, fast, config, features_of(problem))
     raise AssertionError(f"no row of FP8_TABLE covers {problem}")
 
 

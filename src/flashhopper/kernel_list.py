@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from flashhopper.config import (
     FP8,
+    FP8_FEATURES,
     KEYS_PER_SCALE,
     PLAIN,
     QUERIES_PER_SCALE,
@@ -37,7 +38,8 @@ def all_specs(features: Features = PLAIN) -> list[AnySpec]:
     """Every kernel that a call with exactly these features can choose."""
     flags = (False, True)
     schedules = [ScheduleSpec(*used) for used in itertools.product(flags, flags)] if features.ragged else []
-    fp8 = [*fp8_specs(), *quantize_specs()] if features == PLAIN else []
+    has_fp8 = set(features.names) <= set(FP8_FEATURES)
+    fp8 = [*fp8_specs(features), *quantize_specs(features.ragged)] if has_fp8 else []
     return [*forward_specs(features), *backward_specs(features), *schedules, *fp8]
 
 
@@ -96,27 +98,26 @@ def backward_specs(features: Features = PLAIN) -> list[AnySpec]:
     ]
 
 
-def fp8_specs() -> list[KernelSpec]:
-    """Every kernel that ``heuristics.select_fp8_spec`` can choose."""
-    flags = (False, True)
+def fp8_specs(features: Features = PLAIN) -> list[KernelSpec]:
+    """Every kernel that ``heuristics.select_fp8_spec`` can choose for calls with exactly these features."""
     return [
-        row.spec(dtype, causal, fast)
+        row.spec(dtype, causal, fast, features=features)
         for row in FP8_TABLE
         for dtype in DTYPES.values()
-        for causal in flags
-        for fast in flags
+        for causal, _ in _masks(features)
+        for fast in (False, True)
     ]
 
 
-def quantize_specs() -> list[QuantizeSpec]:
+def quantize_specs(ragged: bool = False) -> list[QuantizeSpec]:
     """The kernels that quantise with the default options, for the head dims of the table."""
     specs: list[QuantizeSpec] = []
     for head_dim in sorted({row.head_dim for row in FP8_TABLE}):
-        specs.append(QuantizeValuesSpec(FP8, head_dim))
+        specs.append(QuantizeValuesSpec(FP8, head_dim, ragged))
         for dtype in DTYPES.values():
-            specs.append(QuantizeRowsSpec(dtype, head_dim, QUERIES_PER_SCALE, "power_of_two", True))
-            specs.append(QuantizeRowsSpec(dtype, head_dim, KEYS_PER_SCALE, "power_of_two", True))
-            specs.append(ValueStatisticsSpec(dtype, head_dim))
-            specs.append(ValueScalesSpec(dtype, head_dim, "power_of_two", True))
-            specs.append(QuantizeValuesSpec(dtype, head_dim))
+            specs.append(QuantizeRowsSpec(dtype, head_dim, QUERIES_PER_SCALE, "power_of_two", True, ragged))
+            specs.append(QuantizeRowsSpec(dtype, head_dim, KEYS_PER_SCALE, "power_of_two", True, ragged))
+            specs.append(ValueStatisticsSpec(dtype, head_dim, ragged))
+            specs.append(ValueScalesSpec(dtype, head_dim, "power_of_two", True, ragged))
+            specs.append(QuantizeValuesSpec(dtype, head_dim, ragged))
     return specs

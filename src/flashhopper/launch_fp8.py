@@ -11,6 +11,7 @@ from flashhopper import reference_fp8
 from flashhopper.compiler import get_kernel
 from flashhopper.config import (
     FP8,
+    PLAIN,
     ForwardConfig,
     QuantizeRowsSpec,
     QuantizeValuesSpec,
@@ -20,9 +21,18 @@ from flashhopper.config import (
 )
 from flashhopper.device import hopper_multiprocessors
 from flashhopper.heuristics import select_fp8_spec
-from flashhopper.launch import LOG2_E, MAX_TILES, SMALLEST_SCALE, ForwardResult, scheduler_workspace
-from flashhopper.problem import DTYPES, AttentionProblem, TensorFacts
+from flashhopper.launch import (
+    LOG2_E,
+    MAX_TILES,
+    SMALLEST_SCALE,
+    ForwardResult,
+    Schedule,
+    kernel_window,
+    scheduler_workspace,
+)
+from flashhopper.problem import DTYPES, AttentionProblem, RaggedTensors, TensorFacts
 from flashhopper.reference_fp8 import E4M3, STATISTICS_KEYS, VALUE_KEYS, Operands
+from flashhopper.reference_fp8_varlen import Sequences, num_blocks
 from flashhopper.tma_view import TmaView, aligned
 
 SIGN_WORDS = 8
@@ -46,60 +56,116 @@ def _sign_words(seed: int | None, head_dim: int) -> tuple[int, ...]:
     return tuple(word - 2**32 if word >= 2**31 else word for word in words)
 
 
+class _Blocks:
+    """How the rows of one tensor are cut into blocks: of a dense batch, or of a ragged one, whose tensors the kernels
+    take with a batch of 1."""
+
+    def __init__(self, x: torch.Tensor, sequences: Sequences | None):
+        self.sequences = sequences
+        self.x = x if sequences is None else x.unsqueeze(0)
+        self.entries = x.shape[0] if sequences is None else sequences.batch
+
+    def count(self, rows: int) -> int:
+        """Blocks of ``rows`` rows per head."""
+        seqlen = self.x.shape[1]
+        return -(-seqlen // rows) if self.sequences is None else num_blocks(seqlen, self.entries, rows)
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to quantise: no row, or none that belongs to a sequence."""
+        return self.x.numel() == 0 or self.entries == 0
+
+    def lengths(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """``cu_seqlens`` and lengths as the kernels take them."""
+        if self.sequences is None:
+            return None
+        _, cu_seqlens, seqused = self.sequences
+        return cu_seqlens, cu_seqlens.diff() if seqused is None else seqused
+
+    def out(self, x: torch.Tensor) -> torch.Tensor:
+        """A result as the caller gets it."""
+        return x if self.sequences is None else x[0]
+
+
 def quantize_rows(
-    x: torch.Tensor, rows: int, kind: ScaleKind, hadamard_seed: int | None
+    x: torch.Tensor, rows: int, kind: ScaleKind, hadamard_seed: int | None, sequences: Sequences | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`reference_fp8.quantize_rows`, bit by bit, on torch's current stream."""
+    """As :func:`reference_fp8_varlen.quantize_rows`, bit by bit, on torch's current stream."""
     hopper_multiprocessors(x.device)
-    batch, seqlen, heads, head_dim = x.shape
-    data = _empty((batch, seqlen, heads, head_dim), E4M3, x)
-    scale = _empty((batch, heads, -(-seqlen // rows)), torch.float32, x)
-    if scale.numel():
-        spec = QuantizeRowsSpec(DTYPES[x.dtype], head_dim, rows, kind, hadamard_seed is not None)
-        with torch.cuda.device(x.device):
-            get_kernel(spec)(_loadable(x), data, scale, _sign_words(hadamard_seed, head_dim))
-    return data, scale
-
-
-def quantize_values(v: torch.Tensor, kind: ScaleKind, center: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As :func:`reference_fp8.quantize_values`, bit by bit, on torch's current stream."""
-    hopper_multiprocessors(v.device)
-    batch, seqlen, heads, head_dim = v.shape
-    data = _empty((batch, heads, head_dim, -(-seqlen // VALUE_KEYS) * VALUE_KEYS), E4M3, v)
-    scale, inverse, mean = (_empty((batch, heads, head_dim), torch.float32, v) for _ in range(3))
-    if data.numel():
-        partial = _empty((batch, heads, -(-seqlen // STATISTICS_KEYS), 3, head_dim), torch.float32, v)
-        dtype = DTYPES[v.dtype]
-        with torch.cuda.device(v.device):
-            v = _loadable(v)
-            get_kernel(ValueStatisticsSpec(dtype, head_dim))(v, partial)
-            get_kernel(ValueScalesSpec(dtype, head_dim, kind, center))(partial, scale, inverse, mean, 1.0 / seqlen)
-            get_kernel(QuantizeValuesSpec(dtype, head_dim))(v, inverse, mean, data)
+    blocks = _Blocks(x, sequences)
+    x, is_ragged = blocks.x, sequences is not None
+    batch, _, heads, head_dim = x.shape
+    data = (
+        torch.zeros(x.shape, dtype=torch.uint8, device=x.device).view(E4M3) if is_ragged else _empty(x.shape, E4M3, x)
+    )
+    scale = _empty((batch, heads, blocks.count(rows)), torch.float32, x)
+    if blocks.is_empty:
+        scale.fill_(1.0)
     else:
+        spec = QuantizeRowsSpec(DTYPES[x.dtype], head_dim, rows, kind, hadamard_seed is not None, is_ragged)
+        with torch.cuda.device(x.device):
+            get_kernel(spec)(_loadable(x), data, scale, _sign_words(hadamard_seed, head_dim), blocks.lengths())
+    return blocks.out(data), blocks.out(scale)
+
+
+def quantize_values(
+    v: torch.Tensor, kind: ScaleKind, center: bool, sequences: Sequences | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As :func:`reference_fp8_varlen.quantize_values`, bit by bit, on torch's current stream."""
+    hopper_multiprocessors(v.device)
+    blocks, is_ragged = _Blocks(v, sequences), sequences is not None
+    batch, seqlen, heads, head_dim = blocks.x.shape
+    data = _slots(blocks)
+    scale, inverse, mean = (_empty((blocks.entries, heads, head_dim), torch.float32, v) for _ in range(3))
+    if blocks.is_empty:
         scale.fill_(1.0)
         mean.zero_()
-    return data, scale, mean
+    else:
+        partial = _empty((batch, heads, blocks.count(STATISTICS_KEYS), 3, head_dim), torch.float32, v)
+        dtype, lengths = DTYPES[v.dtype], blocks.lengths()
+        with torch.cuda.device(v.device):
+            v = _loadable(blocks.x)
+            get_kernel(ValueStatisticsSpec(dtype, head_dim, is_ragged))(v, partial, lengths)
+            numbers = get_kernel(ValueScalesSpec(dtype, head_dim, kind, center, is_ragged))
+            numbers(partial, scale, inverse, mean, 1.0 / seqlen, lengths)
+            get_kernel(QuantizeValuesSpec(dtype, head_dim, is_ragged))(v, inverse, mean, data, lengths)
+    return blocks.out(data), scale, mean
 
 
-def transpose_values(data: torch.Tensor) -> torch.Tensor:
-    """As :func:`reference_fp8.transpose_values`, on torch's current stream."""
+def transpose_values(data: torch.Tensor, sequences: Sequences | None = None) -> torch.Tensor:
+    """As :func:`reference_fp8_varlen.transpose_values`, on torch's current stream."""
     hopper_multiprocessors(data.device)
-    batch, seqlen, heads, head_dim = data.shape
-    out = _empty((batch, heads, head_dim, -(-seqlen // VALUE_KEYS) * VALUE_KEYS), E4M3, data)
-    if out.numel():
+    blocks = _Blocks(data, sequences)
+    slots = _slots(blocks)
+    if not blocks.is_empty:
+        spec = QuantizeValuesSpec(FP8, data.shape[-1], sequences is not None)
         with torch.cuda.device(data.device):
-            get_kernel(QuantizeValuesSpec(FP8, head_dim))(_loadable(data), None, None, out)
-    return out
+            get_kernel(spec)(_loadable(blocks.x), None, None, slots, blocks.lengths())
+    return blocks.out(slots)
+
+
+def _slots(blocks: _Blocks) -> torch.Tensor:
+    """For V transposed; the kernel writes all of it unless there is nothing to write."""
+    batch, _, heads, head_dim = blocks.x.shape
+    shape = batch, heads, head_dim, blocks.count(VALUE_KEYS) * VALUE_KEYS
+    if blocks.is_empty:
+        return torch.zeros(shape, dtype=torch.uint8, device=blocks.x.device).view(E4M3)
+    return _empty(shape, E4M3, blocks.x)
 
 
 def forward(
-    operands: Operands, problem: AttentionProblem, fast: bool, config: ForwardConfig | None = None
+    operands: Operands,
+    problem: AttentionProblem,
+    fast: bool,
+    config: ForwardConfig | None = None,
+    ragged: RaggedTensors | None = None,
 ) -> ForwardResult:
     """Attention on CUDA operands of a validated problem, whose dtype is that of out; ``config`` overrides the table.
 
-    Returns out ``(batch, seqlen_q, heads, head_dim_v)`` and LSE ``(batch, heads, seqlen_q)`` fp32.
+    Returns out ``(batch, seqlen_q, heads, head_dim_v)`` and LSE ``(batch, heads, seqlen_q)`` fp32; of a ragged batch
+    ``(total_q, heads, head_dim_v)`` and ``(heads, total_q)``.
     """
-    return _plan(problem, fast, config)(operands)
+    return _plan(problem, fast, config)(operands, ragged)
 
 
 @lru_cache(maxsize=4096)
@@ -123,24 +189,27 @@ class _Fp8Plan:
         if margin >= num_sms:
             raise ValueError(f"sm_margin is {margin}; the card has {num_sms} SMs, at least 1 must be left")
         self.problem = problem
-        self.is_empty = 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k)
+        self.is_empty = 0 in (problem.batch, problem.rows_q, problem.rows_k)
         self.spec = select_fp8_spec(problem, fast, config)
         num_tiles = -(-problem.seqlen_q // self.spec.config.tile_m) * problem.num_heads * problem.batch
-        if num_tiles > MAX_TILES:
+        if problem.ragged is None and num_tiles > MAX_TILES:
             raise ValueError(
                 f"q has shape {tuple(problem.q.shape)}, {num_tiles} tiles of {self.spec.config.tile_m} rows; at most "
                 f"{MAX_TILES} are accepted"
             )
         self.kernel: Any = None if self.is_empty else get_kernel(self.spec)
-        self.out_shape = (problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v)
-        self.lse_shape = (problem.batch, problem.num_heads, problem.seqlen_q)
+        self.schedule: Schedule | None = None
+        if problem.ragged is not None and not self.is_empty:
+            tile_rows = self.spec.config.tile_m
+            self.schedule = Schedule(problem.ragged, by_keys=False, tile_rows=tile_rows, heads=problem.num_heads)
         self.scale_log2 = max(problem.softmax_scale * LOG2_E, SMALLEST_SCALE)
         self.max_ctas = num_sms - margin
+        self.window = kernel_window(problem)
 
-    def __call__(self, operands: Operands) -> ForwardResult:
+    def __call__(self, operands: Operands, ragged: RaggedTensors | None) -> ForwardResult:
         p = self.problem
-        out = torch.empty(self.out_shape, dtype=p.dtype, device=p.device)
-        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=p.device)
+        out = torch.empty(p.out_shape, dtype=p.dtype, device=p.device)
+        lse = torch.empty(p.lse_shape, dtype=torch.float32, device=p.device)
         if self.is_empty:
             return out.zero_(), lse.fill_(-torch.inf)
         log2_rows = _log2(operands.q_rows), _log2(operands.k_rows)
@@ -149,8 +218,16 @@ class _Fp8Plan:
         if missing:
             v_scale, v_mean = (torch.nn.functional.pad(x, (0, missing)) for x in (v_scale, v_mean))
         with torch.cuda.device(p.device):
-            q, k, v = map(_loadable, operands[:3])
+            tensors: tuple[torch.Tensor, ...] = (*operands[:3], out, lse, operands.q_scale, operands.k_scale)
+            sequences = None
+            if self.schedule is not None and ragged is not None:
+                sequences = self.schedule(ragged, p.rows_q)
+                tensors = tuple(x.unsqueeze(0) for x in tensors)
+            q, k, v = map(_loadable, tensors[:3])
             workspace = scheduler_workspace(p.device.index)
-            scales = operands.q_scale, operands.k_scale, v_scale, v_mean
-            self.kernel(q, k, v, out, lse, workspace, *scales, *log2_rows, self.scale_log2, self.max_ctas)
+            features = None
+            if self.spec.features != PLAIN:  # in the order of kernels.features.FeatureArgs
+                features = (self.window, None, None, None, sequences)
+            numbers = *log2_rows, self.scale_log2, self.max_ctas
+            self.kernel(q, k, v, *tensors[3:5], workspace, *tensors[5:], v_scale, v_mean, *numbers, features)
         return out, lse

@@ -139,6 +139,19 @@ _unwrap_if_dead = torch._C._functorch.unwrap_if_dead
 _record = super(torch.autograd.Function, _Attention).apply
 
 
+def is_recorded(q: torch.Tensor) -> bool:
+    """By ``torch.compile``, a dispatch mode (fake tensors, selective checkpointing) or a tensor subclass such as
+    DTensor."""
+    if _is_compiling() or _num_dispatch_modes() > 0:
+        return True
+    return type(q) not in PLAIN_TENSORS and isinstance(q, torch.Tensor)
+
+
+def is_in_transform() -> bool:
+    """Whether ``torch.func`` transforms what runs now."""
+    return _functorch_level() is not None
+
+
 def _attention(
     plan: Plan,
     q: torch.Tensor,

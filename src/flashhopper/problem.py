@@ -91,7 +91,7 @@ class RaggedFacts(NamedTuple):
     def check(self, device: torch.device) -> None:
         """TypeError or ValueError unless the lengths fit each other and lie on q's device."""
         for name, value in (("max_seqlen_q", self.max_seqlen_q), ("max_seqlen_k", self.max_seqlen_k)):
-            if _exceeds(value) or value < 0:
+            if exceeds(value) or value < 0:
                 raise ValueError(f"{name} is {value}; accepted are lengths from 0 to {MAX_EXTENT}")
         first = self.cu_seqlens_q.shape
         if len(first) != 1 or first[0] == 0:
@@ -277,7 +277,7 @@ class AttentionProblem(NamedTuple):
         for name, facts in self._tensors():
             if len(facts.shape) != dimensions:
                 raise ValueError(f"{name} must have {dimensions} dimensions ({layout}), got shape {tuple(facts.shape)}")
-            if any(map(_exceeds, facts.shape)):
+            if any(map(exceeds, facts.shape)):
                 raise ValueError(f"{name} has shape {tuple(facts.shape)}; each extent may be at most {MAX_EXTENT}")
         for name, facts in self._tensors():
             if self.ragged is None and facts.shape[0] != self.batch:
@@ -308,11 +308,11 @@ class AttentionProblem(NamedTuple):
     def _check_options(self) -> None:
         check_options(self.options)
         limited = self.device.type == "cuda" and any(
-            _exceeds(rows, MAX_WINDOW_ROWS) for rows in (self.rows_q, self.rows_k)
+            exceeds(rows, MAX_WINDOW_ROWS) for rows in (self.rows_q, self.rows_k)
         )
         if limited and (self.mask.window is not None or self.ragged is not None):
             for name, rows in (("q", self.rows_q), ("k", self.rows_k)):
-                if _exceeds(rows, MAX_WINDOW_ROWS):
+                if exceeds(rows, MAX_WINDOW_ROWS):
                     raise ValueError(
                         f"{name} has {rows} rows; at most {MAX_WINDOW_ROWS} with windows, chunks or cu_seqlens"
                     )
@@ -395,7 +395,7 @@ def check_options(options: AttentionOptions) -> None:
         raise NotImplementedError(f"{name}={value!r} is not there yet; accepted today: {today}")
 
 
-def _exceeds(extent: int | torch.SymInt, limit: int = MAX_EXTENT) -> bool:
+def exceeds(extent: int | torch.SymInt, limit: int = MAX_EXTENT) -> bool:
     """Never of a symbolic extent, whose range the question would narrow for good: the call itself will ask."""
     return isinstance(extent, int) and extent > limit
 

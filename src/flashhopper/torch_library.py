@@ -22,27 +22,28 @@ from flashhopper.problem import (
     check_options,
 )
 
-_SOFTMAX = "Tensor? learnable_sink, Tensor? alibi_slopes"
-_RAGGED = (
+SOFTMAX_SCHEMA = "Tensor? learnable_sink, Tensor? alibi_slopes"
+RAGGED_SCHEMA = (
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, "
     "Tensor? seqused_k"
 )
-_OPTIONS = (
+OPTIONS_SCHEMA = (
     "float? softmax_scale, bool causal, int[2] window_size, int attention_chunk, float softcap, int num_splits, "
     "bool? pack_gqa, bool deterministic, int sm_margin"
 )
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 DISPATCH_KEYS = ("CPU", "CUDA")
 
 _library = torch.library.Library("flashhopper", "DEF")
 _library.define(
-    f"attention(Tensor q, Tensor k, Tensor v, {_SOFTMAX}, {_RAGGED}, {_OPTIONS}) -> (Tensor out, Tensor lse)",
-    tags=_TAGS,
+    f"attention(Tensor q, Tensor k, Tensor v, {SOFTMAX_SCHEMA}, {RAGGED_SCHEMA}, {OPTIONS_SCHEMA}) -> "
+    "(Tensor out, Tensor lse)",
+    tags=TAGS,
 )
 _library.define(
     "attention_backward(Tensor dout, Tensor? grad_lse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, "
-    f"{_SOFTMAX}, {_RAGGED}, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)",
-    tags=_TAGS,
+    f"{SOFTMAX_SCHEMA}, {RAGGED_SCHEMA}, {OPTIONS_SCHEMA}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)",
+    tags=TAGS,
 )
 
 SECOND_DERIVATIVE = (

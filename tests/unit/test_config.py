@@ -254,7 +254,7 @@ def test_spec_refuses_what_cannot_run() -> None:
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"features": Features(softcap=True)}, "softcap: FP8 kernels have no features yet"),
+        ({"features": Features(softcap=True)}, "softcap: not in FP8 kernels yet"),
         ({"out_dtype": None}, "out_dtype=None: a 16-bit type with dtype='float8_e4m3fn', else None"),
         ({"dtype": "bfloat16"}, "out_dtype='float16': a 16-bit type with dtype='float8_e4m3fn', else None"),
         ({"config": ForwardConfig(128, 112)}, "tile_n=112 must be a multiple of 32 from 32 to 256"),

@@ -12,8 +12,16 @@ from hypothesis import given as draw
 from hypothesis import strategies as st
 from row_by_row import sees
 
-from flashhopper.config import PLAIN, BackwardSpec, Features, KernelSpec
-from flashhopper.heuristics import BACKWARD_TABLE, TILE_TABLE, features_of, select_backward_spec, select_spec
+from flashhopper.config import FP8_FEATURES, BackwardSpec, ConfigError, Features, KernelSpec
+from flashhopper.heuristics import (
+    BACKWARD_TABLE,
+    FP8_TABLE,
+    TILE_TABLE,
+    features_of,
+    select_backward_spec,
+    select_fp8_spec,
+    select_spec,
+)
 from flashhopper.kernel_list import all_specs, backward_specs, forward_specs, fp8_specs, quantize_specs
 from flashhopper.launch import LOG2_E, SMALLEST_SCALE, UNBOUNDED, Given, KernelScales, given, kernel_window
 from flashhopper.launch_backward import Saved, _gradients_without_pairs
@@ -53,9 +61,11 @@ def test_specs_have_the_features_that_are_asked_for(head_dim: int, options: dict
 @pytest.mark.parametrize("features", [features for _, features in ASKED.values()], ids=list(ASKED))
 def test_all_kernels_with_features_are_those_that_calls_choose(features: Features) -> None:
     forward, backward = set(forward_specs(features)), set(backward_specs(features))
-    others = {*fp8_specs(), *quantize_specs()} if features == PLAIN else set()
-    assert set(all_specs(features)) == forward | backward | others
-    found_forward, found_backward = set(), set()
+    has_fp8 = set(features.names) <= set(FP8_FEATURES)
+    fp8 = set(fp8_specs(features)) if has_fp8 else set()
+    others = set(quantize_specs(features.ragged)) if has_fp8 else set()
+    assert set(all_specs(features)) == forward | backward | fp8 | others
+    found_forward, found_backward, found_fp8 = set(), set(), set()
     asked = [options for options, found in ASKED.values() if found == features]
     asked += [options | {"causal": False} for options in asked]
     asked += [options | {"causal": True} for options in asked]
@@ -66,8 +76,23 @@ def test_all_kernels_with_features_are_those_that_calls_choose(features: Feature
                 v = one.v._replace(shape=(*one.v.shape[:3], head_dims[1]))
                 found_forward.add(select_spec(one._replace(v=v)))
                 found_backward.add(select_backward_spec(one._replace(v=v)))
+                if has_fp8:
+                    found_fp8 |= {select_fp8_spec(one._replace(v=v), fast) for fast in (False, True)}
     assert found_forward == forward
     assert found_backward == {spec for spec in backward if isinstance(spec, BackwardSpec)}
+    assert found_fp8 == fp8
+
+
+@pytest.mark.parametrize("row", FP8_TABLE, ids=lambda row: f"{row.head_dim}-{row.head_dim_v}")
+def test_fp8_kernels_have_masks_and_nothing_else(row: Any) -> None:
+    window = row.spec("bfloat16", False, False, features=Features(window=True))
+    assert (window.causal, window.features) == (False, Features(window=True))
+    assert window.config.group_waves == row.spec("bfloat16", True, False).config.group_waves
+    assert window.config.two_level
+    assert not window.config.prefetch_scores
+    for name in ("softcap", "alibi", "sink"):
+        with pytest.raises(ConfigError, match=f"{name}: not in FP8 kernels yet"):
+            row.spec("bfloat16", False, False, features=Features(window=True, **{name: True}))
 
 
 def test_a_sink_is_none_of_the_backward_s_business() -> None:

@@ -30,6 +30,7 @@ class ForwardKernel:
 
     value_modes: ClassVar[list[int]] = [3, 1, 2, 0]  # of V's dimensions: head_dim_v, keys, heads, batch
     value_major = OperandMajorMode.MN
+    value_operand: ClassVar[type[TmaOperand]] = TmaOperand
 
     def __init__(self, spec: KernelSpec):
         self.spec, self.element, self.out_element = spec, ELEMENTS[spec.dtype], ELEMENTS[spec.out_dtype or spec.dtype]
@@ -99,7 +100,7 @@ class ForwardKernel:
     def tma_view(self, m: cute.Tensor, rows_mode: int) -> cute.Tensor:
         """(rows, head_dim, heads, batch), rows and head_dim exchanged for ``rows_mode`` 1; see :func:`ragged_view`."""
         if self.spec.features.ragged:
-            return ragged_view(m, ELEMENT_BYTES[self.spec.dtype], rows_mode)
+            return ragged_view(m, m.element_type.width // 8, rows_mode)
         modes = [1, 3, 2, 0] if rows_mode == 0 else self.value_modes
         return cute.make_tensor(m.iterator, cute.select(m.layout, mode=modes))
 
@@ -177,7 +178,7 @@ class ForwardKernel:
                 operands = (
                     TmaOperand(tma_Q, gQ, sQ, (config.tile_m, spec.head_dim), along=0),
                     TmaOperand(tma_K, gK, sK, (config.tile_n, spec.head_dim), along=0),
-                    TmaOperand(tma_V, gV, sV, (spec.head_dim_v, config.tile_n), along=1),
+                    self.value_operand(tma_V, gV, sV, (spec.head_dim_v, config.tile_n), along=1),
                 )
                 Producer(cta, operands).run()
         else:

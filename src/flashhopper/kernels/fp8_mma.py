@@ -58,10 +58,20 @@ class Fp8Consumer(Consumer):
     def begin_item(self, m_block: Int32, q_state: RingState):
         """The scale of this warpgroup's rows; rows past the end may have none and take that of the last."""
         head, batch = (self.mailbox.read(word, q_state.stage, self.lane) for word in (Mailbox.HEAD, Mailbox.BATCH))
-        self.scales_K = self.scales.mK[batch, head // self.cta.heads_per_kv_head, None]
+        head_k = head // self.cta.heads_per_kv_head
         first_row = m_block * self.cta.spec.config.tile_m + ROWS_PER_WARPGROUP * self.index
-        block = cutlass.min(first_row, self.cta.seqlen_q - 1) >> self.scales.log2_rows_Q
-        self.softmax.begin_item(self.scales.mQ[batch, head, block])
+        block = cutlass.min(first_row, self.lengths(q_state).q - 1) >> self.scales.log2_rows_Q
+        if const_expr(self.cta.spec.features.ragged):
+            # Every sequence has blocks of its own: kernels.ragged.own_block.
+            words = (Mailbox.START_Q, Mailbox.START_K)
+            start_q, start_k = (self.mailbox.read(word, q_state.stage, self.lane) for word in words)
+            block = block + (start_q >> self.scales.log2_rows_Q) + batch
+            first_K = (start_k >> self.scales.log2_rows_K) + batch
+            self.scales_K = cute.domain_offset((first_K,), self.scales.mK[0, head_k, None])
+            self.softmax.begin_item(self.scales.mQ[0, head, block])
+        else:
+            self.scales_K = self.scales.mK[batch, head_k, None]
+            self.softmax.begin_item(self.scales.mQ[batch, head, block])
         if const_expr(self.cta.spec.config.flush_blocks > 0):
             self.num_blocks[0] = Int32(-1)
 
@@ -214,3 +224,5 @@ class Fp8Consumer(Consumer):
             scale, mean = scales_V[column], means_V[column]
             for r in cutlass.range_constexpr(ROWS_PER_THREAD):
                 self.rows_O[r, c] = self.rows_O[r, c] * self.softmax.scores_scale[r] * scale + mean
+        if const_expr(self.cta.spec.features.ragged and not self.mask.hides_positions):
+            self.mask.clear_rows_without_keys(self.rows_O, self.lane)  # of sequences without keys: no mean either

@@ -5,6 +5,7 @@ import cutlass.cute as cute
 from cutlass import Constexpr, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from flashhopper.config import FP8
 from flashhopper.kernels.cta import Cta
 from flashhopper.kernels.pipeline import RingState
 from flashhopper.kernels.ragged import Rows, head_rows
@@ -21,7 +22,11 @@ class TmaOperand:
 
     def partition(self, head: Int32, batch: Int32, rows: Rows | None = None) -> tuple[cute.Tensor, cute.Tensor]:
         """Shared stages and global tiles of one head, as TMA's (bytes, index) tensors."""
-        gX_tiles = cute.local_tile(head_rows(self.gX, head, batch, rows, self.along), self.tile, self.steps)
+        return self.partition_view(head_rows(self.gX, head, batch, rows, self.along))
+
+    def partition_view(self, gX: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+        """The same of a matrix in TMA's coordinates."""
+        gX_tiles = cute.local_tile(gX, self.tile, self.steps)
         return cpasync.tma_partition(
             self.tma, 0, cute.make_layout(1), cute.group_modes(self.sX, 0, 2), cute.group_modes(gX_tiles, 0, 2)
         )
@@ -85,6 +90,8 @@ class Producer:
             words: tuple[Int32, ...] = (m_block, head, batch, item.exact)
             if const_expr(queries is not None):
                 words = (*words, queries.start, queries.length, keys.length)
+                if const_expr(self.cta.spec.dtype == FP8):
+                    words = (*words, keys.start)
             self.cta.scheduler.mailbox.post(q_state.stage, words)
         q_full = self.cta.q_ring.arm(q_state, self.lane)
         cute.copy(self.tma_Q.tma, gQ[None, m_block], sQ[None, q_state.stage], tma_bar_ptr=q_full)

@@ -276,7 +276,7 @@ class Consumer:
 
     @cute.jit
     def normalise(self, head: Int32, batch: Int32):
-        """O from the sums: divided by the row sums."""
+        """``batch``: entry or sequence. O from the sums: divided by the row sums."""
         self.softmax.scale_rows(self.rows_O)
 
     @cute.jit
@@ -304,10 +304,10 @@ class Consumer:
         config = self.cta.spec.config
         words = (Mailbox.HEAD, Mailbox.BATCH, Mailbox.EXACT)
         head, batch, exact = (self.mailbox.read(word, q_state.stage, self.lane) for word in words)
-        lengths, start = self.lengths(q_state), Int32(0)
+        lengths, start, entry = self.lengths(q_state), Int32(0), batch
         if const_expr(self.cta.spec.features.ragged):
-            start, batch = self.mailbox.read(Mailbox.START_Q, q_state.stage, self.lane), Int32(0)
-        place = Place(batch, head, Rows(start, lengths.q))
+            start, entry = self.mailbox.read(Mailbox.START_Q, q_state.stage, self.lane), Int32(0)
+        place = Place(entry, head, Rows(start, lengths.q))
         row = self.first_row(m_block)
         self.cta.v_ring.wait(v_state)
         self.issue_pv(v_state)

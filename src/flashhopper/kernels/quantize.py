@@ -13,6 +13,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, mak
 from flashhopper.config import ELEMENT_BYTES, FP8, QuantizeRowsSpec
 from flashhopper.kernels import ptx
 from flashhopper.kernels.forward import ELEMENTS
+from flashhopper.kernels.ragged import OwnBlocks
 from flashhopper.kernels.values import divide
 
 CHANNELS = 16  # of a thread: 32 bytes in, 16 bytes out
@@ -70,30 +71,35 @@ class QuantizeRowsKernel:
         self.block = spec.head_dim & -spec.head_dim  # channels that are transformed together
 
     @cute.jit
-    def __call__(self, mX: cute.Tensor, mData: cute.Tensor, mScale: cute.Tensor, signs: tuple, stream: Any):
+    def __call__(
+        self, mX: cute.Tensor, mData: cute.Tensor, mScale: cute.Tensor, signs: tuple, sequences: Any, stream: Any
+    ):
         """``mX``, ``mData`` ``(batch, seqlen, heads, head_dim)``, ``mScale`` fp32 ``(batch, heads, blocks)``;
-        ``signs``: 8 words, bit i of which is set if channel i changes its sign."""
+        ``signs``: 8 words, bit i of which is set if channel i changes its sign. ``sequences``: of a ragged batch,
+        whose tensors have a batch of 1 and whose blocks are :class:`OwnBlocks`, that class's first two, else None."""
         num_ctas = cute.size(mScale)
-        self.kernel(mX, mData, mScale, signs).launch(
+        self.kernel(mX, mData, mScale, signs, sequences).launch(
             grid=(num_ctas, 1, 1), block=(self.num_threads, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, mX: cute.Tensor, mData: cute.Tensor, mScale: cute.Tensor, signs: tuple):
+    def kernel(self, mX: cute.Tensor, mData: cute.Tensor, mScale: cute.Tensor, signs: tuple, sequences: Any):
         spec = self.spec
         tidx, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         row_block, head = divide(cta, cute.size(mScale, mode=[1]))  # heads of the same rows follow each other
         batch, block = divide(row_block, cute.size(mScale, mode=[2]))
-        seqlen = cute.size(mX, mode=[1])
+        first_row, end = block * spec.rows, cute.size(mX, mode=[1])
+        if const_expr(spec.ragged):
+            _, first_row, end = OwnBlocks(sequences[0], sequences[1], end, spec.rows).find(block)
         part = tidx % self.threads_per_row
         column = part * CHANNELS
-        first_row = block * spec.rows + tidx // self.threads_per_row
+        first_row = first_row + tidx // self.threads_per_row
         halves = cute.make_rmem_tensor((CHANNELS // 2, 2, self.passes), mX.element_type)
         halves.fill(0.0)
         for i in cutlass.range_constexpr(self.passes):  # every load is issued before the first is used
             row = first_row + i * self.rows_per_pass
-            if row < seqlen and column < spec.head_dim:
+            if row < end and column < spec.head_dim:
                 for half in cutlass.range_constexpr(2):
                     gX = cute.domain_offset((column + half * (CHANNELS // 2),), mX[batch, row, head, None])
                     vector = cute.make_tensor(gX.iterator.align(16), cute.make_layout(CHANNELS // 2))
@@ -115,7 +121,7 @@ class QuantizeRowsKernel:
             for w in cutlass.range_constexpr(CHANNELS // 4):
                 packed[w] = ptx.pack_e4m3(tuple(saturating(values[4 * w + c, i] * inverse) for c in range(4)))
             row = first_row + i * self.rows_per_pass
-            if row < seqlen and column < spec.head_dim:
+            if row < end and column < spec.head_dim:
                 gData = cute.domain_offset((column,), mData[batch, row, head, None])
                 words = cute.recast_ptr(gData.iterator.align(16), dtype=Int32)
                 cute.autovec_copy(packed, cute.make_tensor(words, cute.make_layout(CHANNELS // 4)))
@@ -163,8 +169,16 @@ class QuantizeRowsKernel:
         return largest
 
 
+def fake_sequences(ragged: bool) -> Any:
+    """Types of ``cu_seqlens`` and lengths, for the compiler; None of a dense batch."""
+    if not ragged:
+        return None
+    return tuple(make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=4) for _ in range(2))
+
+
 def compile_quantize_rows(spec: QuantizeRowsSpec, options: str = "--enable-tvm-ffi") -> Any:
-    """The result takes ``(x, data, scale, sign words as a tuple of 8 ints)``, on torch's current stream."""
+    """The result takes ``(x, data, scale, sign words as a tuple of 8 ints, sequences)``, on torch's current stream;
+    ``sequences``: ``(cu_seqlens, lengths)``, int32, or None."""
     batch, seqlen, heads, blocks = (cute.sym_int() for _ in range(4))
 
     def tensor(dtype: Any) -> Any:
@@ -178,6 +192,7 @@ def compile_quantize_rows(spec: QuantizeRowsSpec, options: str = "--enable-tvm-f
         tensor(FP8),
         make_fake_compact_tensor(Float32, (batch, heads, blocks), stride_order=(2, 1, 0), assumed_align=4),
         tuple(Int32(0) for _ in range(SIGN_WORDS)),
+        fake_sequences(spec.ragged),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=options,
     )

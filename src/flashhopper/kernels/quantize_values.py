@@ -8,14 +8,15 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Float64, Int32, const_expr
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from flashhopper.config import ELEMENT_BYTES, FP8, QuantizeValuesSpec, ValueScalesSpec, ValueStatisticsSpec
 from flashhopper.kernels import ptx
 from flashhopper.kernels.forward import ELEMENTS
-from flashhopper.kernels.quantize import saturating, scale_of
-from flashhopper.kernels.values import divide
+from flashhopper.kernels.quantize import fake_sequences, saturating, scale_of
+from flashhopper.kernels.ragged import OwnBlocks, own_block
+from flashhopper.kernels.values import ceil_div, divide
 
 VECTOR = 8  # channels of a thread at a time
 KEYS = 128  # of a CTA that transposes
@@ -36,13 +37,17 @@ class ValueStatisticsKernel:
         self.groups = spec.head_dim // VECTOR
 
     @cute.jit
-    def __call__(self, mV: cute.Tensor, mPartial: cute.Tensor, stream: Any):
-        """``mV`` ``(batch, seqlen, heads, head_dim)``, ``mPartial`` fp32 ``(batch, heads, chunks, 3, head_dim)``."""
+    def __call__(self, mV: cute.Tensor, mPartial: cute.Tensor, sequences: Any, stream: Any):
+        """``mV`` ``(batch, seqlen, heads, head_dim)``, ``mPartial`` fp32 ``(batch, heads, chunks, 3, head_dim)``.
+        ``sequences``: of a ragged batch, whose tensors have a batch of 1 and whose chunks are :class:`OwnBlocks`, that
+        class's first two, else None; so below too."""
         num_ctas = cute.size(mPartial, mode=[0]) * cute.size(mPartial, mode=[1]) * cute.size(mPartial, mode=[2])
-        self.kernel(mV, mPartial).launch(grid=(num_ctas, 1, 1), block=(LANES * self.groups, 1, 1), stream=stream)
+        self.kernel(mV, mPartial, sequences).launch(
+            grid=(num_ctas, 1, 1), block=(LANES * self.groups, 1, 1), stream=stream
+        )
 
     @cute.kernel
-    def kernel(self, mV: cute.Tensor, mPartial: cute.Tensor):
+    def kernel(self, mV: cute.Tensor, mPartial: cute.Tensor, sequences: Any):
         tidx, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         chunk_index, head = divide(cta, cute.size(mPartial, mode=[1]))
@@ -53,8 +58,11 @@ class ValueStatisticsKernel:
         results[None, SUM].fill(0.0)
         results[None, LOWEST].fill(Float32.inf)
         results[None, HIGHEST].fill(-Float32.inf)
-        first = chunk * STATISTICS_KEYS + lane
-        steps = cutlass.min(STATISTICS_KEYS // LANES, (cute.size(mV, mode=[1]) - first + LANES - 1) // LANES)
+        first, end = chunk * STATISTICS_KEYS, cute.size(mV, mode=[1])
+        if const_expr(self.spec.ragged):
+            _, first, end = OwnBlocks(sequences[0], sequences[1], end, STATISTICS_KEYS).find(chunk)
+        first = first + lane
+        steps = cutlass.min(STATISTICS_KEYS // LANES, (cutlass.max(end - first, 0) + LANES - 1) // LANES)
         for step in cutlass.range(steps, unroll=8):
             gV = cute.domain_offset((group * VECTOR,), mV[batch, first + step * LANES, head, None])
             values = cute.make_rmem_tensor((VECTOR,), mV.element_type)
@@ -94,11 +102,12 @@ class ValueScalesKernel:
         mInverse: cute.Tensor,
         mMean: cute.Tensor,
         one_over_keys: Float32,
+        sequences: Any,
         stream: Any,
     ):
-        """Out: fp32 ``(batch, heads, head_dim)`` each."""
-        num_ctas = cute.size(mPartial, mode=[0]) * cute.size(mPartial, mode=[1])
-        self.kernel(mPartial, mScale, mInverse, mMean, one_over_keys).launch(
+        """Out: fp32 ``(batch or sequences, heads, head_dim)`` each. ``one_over_keys``: of a dense batch."""
+        num_ctas = cute.size(mScale, mode=[0]) * cute.size(mScale, mode=[1])
+        self.kernel(mPartial, mScale, mInverse, mMean, one_over_keys, sequences).launch(
             grid=(num_ctas, 1, 1), block=(self.spec.head_dim, 1, 1), stream=stream
         )
 
@@ -110,15 +119,24 @@ class ValueScalesKernel:
         mInverse: cute.Tensor,
         mMean: cute.Tensor,
         one_over_keys: Float32,
+        sequences: Any,
     ):
         tidx, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         batch, head = divide(cta, cute.size(mPartial, mode=[1]))
+        entry, first, num_chunks = batch, Int32(0), cute.size(mPartial, mode=[2])
+        if const_expr(self.spec.ragged):
+            cu_seqlens, lengths = sequences
+            num_keys = lengths[batch]
+            entry, first = Int32(0), own_block(cu_seqlens[batch], batch, STATISTICS_KEYS)
+            num_chunks = cutlass.min(ceil_div(num_keys, STATISTICS_KEYS), num_chunks - first)
+            # As the host has it for a dense batch: divided in double precision, then rounded.
+            one_over_keys = Float32(Float64(1.0) / Float64(cutlass.max(num_keys, 1)))
         total, lowest, highest = Float32(0.0), Float32.inf, -Float32.inf
-        for chunk in cutlass.range(cute.size(mPartial, mode=[2]), unroll=8):
-            total = total + mPartial[batch, head, chunk, SUM, tidx]
-            lowest = cute.arch.fmin(lowest, mPartial[batch, head, chunk, LOWEST, tidx])
-            highest = cute.arch.fmax(highest, mPartial[batch, head, chunk, HIGHEST, tidx])
+        for chunk in cutlass.range(first, first + num_chunks, unroll=8):
+            total = total + mPartial[entry, head, chunk, SUM, tidx]
+            lowest = cute.arch.fmin(lowest, mPartial[entry, head, chunk, LOWEST, tidx])
+            highest = cute.arch.fmax(highest, mPartial[entry, head, chunk, HIGHEST, tidx])
         mean = Float32(0.0)
         if const_expr(self.spec.center):
             mean = (total * one_over_keys).to(ELEMENTS[self.spec.dtype]).to(Float32)
@@ -143,19 +161,24 @@ class QuantizeValuesKernel:
         self.spec, self.converts = spec, spec.dtype != FP8
 
     @cute.jit
-    def __call__(self, mV: cute.Tensor, mInverse: Any, mMean: Any, mData: cute.Tensor, stream: Any):
-        """``mV`` ``(batch, seqlen, heads, head_dim)``; ``mInverse`` and ``mMean`` fp32 ``(batch, heads, head_dim)``,
-        None with e4m3; ``mData`` e4m3 ``(batch, heads, head_dim, slots)``, slots a multiple of 128."""
+    def __call__(self, mV: cute.Tensor, mInverse: Any, mMean: Any, mData: cute.Tensor, sequences: Any, stream: Any):
+        """``mV`` ``(batch, seqlen, heads, head_dim)``; ``mInverse`` and ``mMean`` fp32 ``(batch or sequences, heads,
+        head_dim)``, None with e4m3; ``mData`` e4m3 ``(batch, heads, head_dim, slots)``, slots a multiple of 128."""
         num_ctas = cute.size(mData, mode=[0]) * cute.size(mData, mode=[1]) * (cute.size(mData, mode=[3]) // KEYS)
-        self.kernel(mV, mInverse, mMean, mData).launch(grid=(num_ctas, 1, 1), block=(WARPS * WARP, 1, 1), stream=stream)
+        self.kernel(mV, mInverse, mMean, mData, sequences).launch(
+            grid=(num_ctas, 1, 1), block=(WARPS * WARP, 1, 1), stream=stream
+        )
 
     @cute.kernel
-    def kernel(self, mV: cute.Tensor, mInverse: Any, mMean: Any, mData: cute.Tensor):
+    def kernel(self, mV: cute.Tensor, mInverse: Any, mMean: Any, mData: cute.Tensor, sequences: Any):
         head_dim = self.spec.head_dim
         tidx, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         block_index, head = divide(cta, cute.size(mData, mode=[1]))
         batch, block = divide(block_index, cute.size(mData, mode=[3]) // KEYS)
+        sequence, first_key, end = batch, block * KEYS, cute.size(mV, mode=[1])
+        if const_expr(self.spec.ragged):
+            sequence, first_key, end = OwnBlocks(sequences[0], sequences[1], end, KEYS).find(block)
         shared = cutlass.memory.SmemAllocator().allocate_array(Int32, head_dim * PITCH)
         words = cute.make_tensor(shared, cute.make_layout((WORDS, head_dim), stride=(1, PITCH)))
         warp, lane = divide(tidx, WARP)
@@ -164,7 +187,9 @@ class QuantizeValuesKernel:
             unit = warp + WARPS * i  # 8 words by 32 channels: rows are read 64 bytes at a time
             word, column = unit % 4 * 8 + lane // 4, unit // 4 * WARP + lane % 4 * VECTOR
             if column < head_dim:
-                self.convert(mV[batch, None, head, None], mInverse, mMean, (batch, head, column), block, word, words)
+                gV = cute.domain_offset((first_key, 0), mV[batch, None, head, None])
+                place = (sequence, head, column)
+                self.convert(gV, mInverse, mMean, place, end - first_key, word, words)
         cute.arch.sync_threads()
         for i in cutlass.range_constexpr(column_blocks):
             channel, part = i * WARP + tidx // 8, tidx % 8
@@ -183,17 +208,17 @@ class QuantizeValuesKernel:
         mInverse: Any,
         mMean: Any,
         place: tuple,
-        block: Int32,
+        num_keys: Int32,
         word: Int32,
         words: cute.Tensor,
     ):
-        """Eight channels of the four keys of one word; keys past the end are 0."""
+        """Eight channels of the four keys of one word of a block; keys past the end, from ``num_keys``, are 0."""
         batch, head, column = place
         values = cute.make_rmem_tensor((VECTOR, 4), gV.element_type)
         cute.recast_tensor(values, Int32).fill(0)
         for j in cutlass.range_constexpr(4):
-            key = block * KEYS + word // 4 * 16 + 8 * (j // 2) + 2 * (word % 4) + j % 2
-            if key < gV.shape[0]:
+            key = word // 4 * 16 + 8 * (j // 2) + 2 * (word % 4) + j % 2
+            if key < num_keys:
                 source = cute.domain_offset((column,), gV[key, None])
                 pointer = source.iterator.align(VECTOR * ELEMENT_BYTES[self.spec.dtype])
                 cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(VECTOR)), values[None, j])
@@ -201,11 +226,11 @@ class QuantizeValuesKernel:
         numbers.store(values.load().to(Float32))
         if const_expr(self.converts):
             for j in cutlass.range_constexpr(4):
-                key = block * KEYS + word // 4 * 16 + 8 * (j // 2) + 2 * (word % 4) + j % 2
+                key = word // 4 * 16 + 8 * (j // 2) + 2 * (word % 4) + j % 2
                 for c in cutlass.range_constexpr(VECTOR):
                     mean, inverse = mMean[batch, head, column + c], mInverse[batch, head, column + c]
                     y = saturating((numbers[c, j] - mean) * inverse)
-                    numbers[c, j] = y if key < gV.shape[0] else Float32(0.0)
+                    numbers[c, j] = y if key < num_keys else Float32(0.0)
         for c in cutlass.range_constexpr(VECTOR):
             words[word, column + c] = ptx.pack_e4m3(tuple(numbers[c, j] for j in range(4)))
 
@@ -222,28 +247,42 @@ def _compact(element: Any, shape: tuple) -> Any:
 
 
 def compile_value_statistics(spec: ValueStatisticsSpec, options: str = "--enable-tvm-ffi") -> Any:
-    """The result takes ``(v, partial)``, on torch's current stream."""
+    """The result takes ``(v, partial, sequences)``, on torch's current stream; ``sequences`` as in
+    :func:`flashhopper.kernels.quantize.compile_quantize_rows`."""
     batch, heads, chunks = (cute.sym_int() for _ in range(3))
     partial = _compact(Float32, (batch, heads, chunks, 3, spec.head_dim))
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(ValueStatisticsKernel(spec), _values(spec, batch, heads), partial, stream, options=options)
+    sequences = fake_sequences(spec.ragged)
+    return cute.compile(
+        ValueStatisticsKernel(spec), _values(spec, batch, heads), partial, sequences, stream, options=options
+    )
 
 
 def compile_value_scales(spec: ValueScalesSpec, options: str = "--enable-tvm-ffi") -> Any:
-    """The result takes ``(partial, scale, inverse, mean, 1 / seqlen)``, on torch's current stream."""
+    """The result takes ``(partial, scale, inverse, mean, 1 / seqlen, sequences)``, on torch's current stream."""
     batch, heads, chunks = (cute.sym_int() for _ in range(3))
-    channels = [_compact(Float32, (batch, heads, spec.head_dim)) for _ in range(3)]
+    entries = cute.sym_int() if spec.ragged else batch
+    channels = [_compact(Float32, (entries, heads, spec.head_dim)) for _ in range(3)]
     partial = _compact(Float32, (batch, heads, chunks, 3, spec.head_dim))
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(ValueScalesKernel(spec), partial, *channels, Float32(1.0), stream, options=options)
+    sequences = fake_sequences(spec.ragged)
+    return cute.compile(ValueScalesKernel(spec), partial, *channels, Float32(1.0), sequences, stream, options=options)
 
 
 def compile_quantize_values(spec: QuantizeValuesSpec, options: str = "--enable-tvm-ffi") -> Any:
-    """The result takes ``(v, inverse, mean, data)``, inverse and mean None with e4m3, on torch's current stream."""
+    """The result takes ``(v, inverse, mean, data, sequences)``, inverse and mean None with e4m3, on torch's current
+    stream."""
     batch, heads = (cute.sym_int() for _ in range(2))
-    channels = [_compact(Float32, (batch, heads, spec.head_dim)) if spec.dtype != FP8 else None for _ in range(2)]
+    entries = cute.sym_int() if spec.ragged else batch
+    channels = [_compact(Float32, (entries, heads, spec.head_dim)) if spec.dtype != FP8 else None for _ in range(2)]
     data = _compact(ELEMENTS[FP8], (batch, heads, spec.head_dim, cute.sym_int(divisibility=KEYS)))
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(
-        QuantizeValuesKernel(spec), _values(spec, batch, heads), *channels, data, stream, options=options
+        QuantizeValuesKernel(spec),
+        _values(spec, batch, heads),
+        *channels,
+        data,
+        fake_sequences(spec.ragged),
+        stream,
+        options=options,
     )

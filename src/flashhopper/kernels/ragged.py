@@ -18,6 +18,12 @@ RECORD_WORDS = 8
 WARP_LANES = 32
 
 
+def own_block(start: Any, sequence: Any, rows: Any) -> Any:
+    """Number of the first block of ``rows`` rows of a sequence that begins at row ``start``, where every sequence has
+    blocks of its own: there are ``total // rows + sequences``. Runs on plain ints too."""
+    return start // rows + sequence
+
+
 class Rows(NamedTuple):
     """The rows of one sequence in a tensor of packed sequences."""
 
@@ -44,6 +50,28 @@ def head_rows(gX: cute.Tensor, head: Int32, batch: Int32, rows: Rows | None, row
     sequence = gX[None, None, head, BOUND, rows.start + rows.length]
     offset = tuple(BOUND - rows.length if mode == rows_mode else 0 for mode in (0, 1))
     return cute.domain_offset(offset, sequence)
+
+
+class OwnBlocks:
+    """Which rows are in a block, where every sequence of a ragged batch has blocks of its own: :func:`own_block`."""
+
+    def __init__(self, cu_seqlens: cute.Tensor, lengths: cute.Tensor, total: Int32, rows: int):
+        """``cu_seqlens`` int32 ``(sequences + 1,)``, ``lengths`` int32 ``(sequences,)``: rows that count."""
+        self.cu_seqlens, self.lengths, self.total, self.rows = cu_seqlens, lengths, total, rows
+
+    @cute.jit
+    def find(self, block: Int32):
+        """The block's sequence, its first row in the packed tensor, and the end of its sequence: no row of the block if
+        that is not larger."""
+        low, size = Int32(0), cute.size(self.lengths)
+        while size > 1:
+            half = size // 2
+            is_later = own_block(self.cu_seqlens[low + half], low + half, self.rows) > block
+            low = low if is_later else low + half
+            size = half if is_later else size - half
+        start = self.cu_seqlens[low]
+        first = start + (block - own_block(start, low, self.rows)) * self.rows
+        return low, first, minimum(start + self.lengths[low], self.total)
 
 
 class Sequence(NamedTuple):

@@ -107,7 +107,8 @@ class Mailbox:
     """
 
     ITEM_WORDS = 8
-    M_BLOCK, HEAD, BATCH, EXACT, START_Q, SEQLEN_Q, SEQLEN_K = range(7)  # the last three only of ragged batches
+    # The last four only of ragged batches, START_K with FP8.
+    M_BLOCK, HEAD, BATCH, EXACT, START_Q, SEQLEN_Q, SEQLEN_K, START_K = range(8)
     VERDICTS = 2
 
     def __init__(self, words: cute.Pointer, done: cute.Pointer, num_slots: int):

@@ -1,0 +1,139 @@
+"""What FP8's kernels are called with, on a machine without a GPU: kernels that record their arguments."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from ragged import Batch, Side
+
+from flashhopper import launch, launch_fp8, quantize_fp8
+from flashhopper.config import Features, KernelSpec, QuantizeRowsSpec, QuantizeValuesSpec, ScheduleSpec, ValueScalesSpec
+from flashhopper.fp8 import Descales, checked_inputs
+from flashhopper.problem import AttentionOptions, RaggedTensors, SoftmaxTensors
+from flashhopper.reference_fp8 import E4M3
+from flashhopper.reference_fp8_varlen import Sequences
+
+BF16 = torch.bfloat16
+Calls = list[tuple[Any, tuple[Any, ...]]]
+BATCH = Batch(Side([70, 0, 40], [70, 0, 30], 3), Side([130, 20, 200]))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
+    found: Calls = []
+    for module in (launch, launch_fp8):
+        monkeypatch.setattr(module, "get_kernel", lambda spec: lambda *arguments: found.append((spec, arguments)))
+    monkeypatch.setattr(launch_fp8, "hopper_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch_fp8, "scheduler_workspace", lambda index: torch.zeros(4, dtype=torch.int32))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    launch_fp8._plan.cache_clear()
+    yield found
+    launch_fp8._plan.cache_clear()
+
+
+def shapes(arguments: tuple[Any, ...]) -> list[tuple[int, ...]]:
+    return [tuple(x.shape) for x in arguments if isinstance(x, torch.Tensor)]
+
+
+def launched(tensors: Any, options: AttentionOptions, ragged: RaggedTensors | None = None) -> tuple[torch.Tensor, ...]:
+    inputs = checked_inputs(tuple(tensors), options, Descales(), SoftmaxTensors(), ragged)
+    inputs.problem.validate()
+    return launch_fp8.forward(inputs.operands(), inputs.problem, False, ragged=ragged)
+
+
+def test_a_dense_call_with_a_window(calls: Calls) -> None:
+    q, k, v = (torch.randn(2, s, h, 64).to(BF16) for s, h in ((100, 4), (150, 2), (150, 2)))
+    out, lse = launched(quantize_fp8(q, k, v[..., :48]), AttentionOptions(window_size=(9, -1)))
+    ((spec, arguments),) = calls
+    assert isinstance(spec, KernelSpec)
+    assert (spec.features, spec.causal, spec.config.prefetch_scores) == (Features(window=True), False, False)
+    assert shapes(arguments) == [
+        (2, 100, 4, 64),
+        (2, 150, 2, 64),
+        (2, 2, 48, 256),
+        (2, 100, 4, 48),
+        (2, 4, 100),
+        (4,),
+        (2, 4, 2),
+        (2, 2, 2),
+        (2, 2, 64),
+        (2, 2, 64),
+    ]
+    assert arguments[-1] == ((9, launch.UNBOUNDED, 1), None, None, None, None)
+    assert arguments[-5:-3] == (6, 7)
+    assert (out.shape, lse.shape) == ((2, 100, 4, 48), (2, 4, 100))
+
+
+def test_a_ragged_call(calls: Calls) -> None:
+    q, k, v = (torch.randn(rows, h, 64).to(BF16) for rows, h in ((113, 4), (350, 2), (350, 2)))
+    ragged = RaggedTensors(**BATCH.arguments())
+    quantised = quantize_fp8(q, k, v, **dict(zip(RaggedTensors._fields[2:], ragged[2:], strict=True)))
+    out, lse = launched(quantised, AttentionOptions(causal=True), ragged)
+    (schedule, of_schedule), (spec, arguments) = calls
+    assert schedule == ScheduleSpec(True, False)
+    assert of_schedule[6:] == (113, spec.config.tile_m, 4)
+    assert (spec.features, spec.causal) == (Features(ragged=True), True)
+    assert shapes(arguments) == [
+        (1, 113, 4, 64),
+        (1, 350, 2, 64),
+        (1, 2, 64, (350 // 128 + 3) * 128),
+        (1, 113, 4, 64),
+        (1, 4, 113),
+        (4,),
+        (1, 4, 113 // 64 + 3),
+        (1, 2, 350 // 128 + 3),
+        (3, 2, 64),
+        (3, 2, 64),
+    ]
+    assert arguments[-1][:4] == (None,) * 4
+    assert arguments[-1][4][0] is of_schedule[4]
+    assert (out.shape, lse.shape) == ((113, 4, 64), (4, 113))
+    assert arguments[3].data_ptr() == out.data_ptr()
+
+
+def test_raw_tensors_of_a_ragged_batch_have_a_block_per_sequence(calls: Calls) -> None:
+    q, k, v = (torch.randn(rows, h, 64).to(E4M3) for rows, h in ((113, 4), (350, 2), (350, 2)))
+    launched((q, k, v), AttentionOptions(), RaggedTensors(**BATCH.arguments()))
+    _, arguments = calls[-1]
+    assert shapes(arguments)[6:] == [(1, 4, 3), (1, 2, 3), (3, 2, 64), (3, 2, 64)]
+    assert arguments[-5:-3] == (30, 30)
+
+
+@pytest.mark.parametrize("used", [None, torch.tensor([5, 0, 2], dtype=torch.int32)], ids=["all", "used"])
+def test_the_quantisers(used: torch.Tensor | None, calls: Calls) -> None:
+    x = torch.randn(350, 2, 64).to(BF16)
+    sequences = Sequences("k", BATCH.k.cu_seqlens(), used)
+    expected = torch.tensor([130, 20, 200], dtype=torch.int32) if used is None else used
+    data, scale = launch_fp8.quantize_rows(x, 128, "amax", 3, sequences)
+    values, value_scale, mean = launch_fp8.quantize_values(x, "amax", True, sequences)
+    slots = launch_fp8.transpose_values(x.to(E4M3), sequences)
+    assert (data.shape, scale.shape) == ((350, 2, 64), (2, 5))
+    assert (values.shape, value_scale.shape, mean.shape, slots.shape) == (
+        (2, 64, 640),
+        (3, 2, 64),
+        (3, 2, 64),
+        (2, 64, 640),
+    )
+    assert [type(spec) for spec, _ in calls][::2] == [QuantizeRowsSpec, ValueScalesSpec, QuantizeValuesSpec]
+    for spec, arguments in calls:
+        assert spec.ragged
+        cu_seqlens, lengths = arguments[-1]
+        assert cu_seqlens is sequences.cu_seqlens
+        assert torch.equal(lengths, expected)
+    assert shapes(calls[1][1]) == [(1, 350, 2, 64), (1, 2, 350 // 512 + 3, 3, 64)]
+
+
+@pytest.mark.parametrize("shape, batch", [((0, 2, 64), 2), ((9, 2, 64), 0)])
+def test_nothing_to_quantise(shape: tuple[int, ...], batch: int, calls: Calls) -> None:
+    x, sequences = torch.randn(shape).to(BF16), Sequences("k", torch.zeros(batch + 1, dtype=torch.int32), None)
+    _, scale = launch_fp8.quantize_rows(x, 64, "power_of_two", None, sequences)
+    values, value_scale, mean = launch_fp8.quantize_values(x, "power_of_two", True, sequences)
+    assert torch.equal(scale, torch.ones(2, batch))
+    assert torch.equal(values.view(torch.uint8), torch.zeros(2, 64, 128 * batch, dtype=torch.uint8))
+    assert torch.equal(value_scale, torch.ones(batch, 2, 64))
+    assert torch.equal(mean, torch.zeros(batch, 2, 64))
+    assert calls == []
