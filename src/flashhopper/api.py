@@ -9,11 +9,13 @@ import torch
 from flashhopper import fp8, ops, ops_fp8
 from flashhopper.config import ScaleKind
 from flashhopper.fp8 import NO_DESCALES, Accumulate, Descales, Fp8QKV, Fp8Recipe, Fp8Tensor, Lengths
+from flashhopper.mods import MaskMod, ScoreMod
 from flashhopper.problem import (
     NO_SOFTMAX_TENSORS,
     AttentionOptions,
     RaggedTensors,
     SoftmaxTensors,
+    refuse_mods,
     refuse_tensors,
     split_qkv,
 )
@@ -33,6 +35,9 @@ def flash_attn_func(
     v_descale: torch.Tensor | None = None,
     learnable_sink: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    mod_tensors: tuple[torch.Tensor | None, ...] = (),
     window_size: tuple[int, int] = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
@@ -66,6 +71,13 @@ def flash_attn_func(
             what LSE is the logarithm of; differentiable.
         alibi_slopes: ``(heads,)`` or ``(batch, heads)``, float32, constants: query i and key j score lower by
             slope · abs(i + seqlen_k - seqlen_q - j), after softcap (ALiBi, Press et al. 2022).
+        score_mod: ``(score, batch, head, q_idx, kv_idx, tensors) -> score``, a function that is traced into the
+            kernels. It takes softmax_scale · q·k, after softcap and ALiBi, and gives what goes into the softmax; its
+            derivative by the score is found by the package. ``-inf`` hides a key. More: docs/score-mods.md.
+        mask_mod: ``(batch, head, q_idx, kv_idx, tensors) -> bool``: hides the keys for which it is false, beside the
+            other masks. Blocks that it hides whole are computed all the same.
+        mod_tensors: what both functions get as ``tensors``, constants to autograd: float32, bfloat16, float16, int32 or
+            bool, any shapes and strides; entries may be None.
         window_size: (left, right): query i sees keys i + seqlen_k - seqlen_q - left … + right, inclusive; -1 is without
             bound. Blocks of keys that no row sees are not loaded.
         attention_chunk: query i sees the keys of the chunk of this many in which key i + seqlen_k - seqlen_q lies; 0 is
@@ -89,8 +101,9 @@ def flash_attn_func(
         no key gives out 0 and LSE -inf (with a sink: the sink).
 
     Raises:
-        TypeError: a wrong type or dtype.
+        TypeError: a wrong type or dtype; a score_mod or mask_mod that computes what cannot be compiled.
         ValueError: shapes, ranges, devices that do not fit.
+        IndexError: on the CPU, an index of ``tensors`` out of range; anywhere, a wrong number of them.
         NotImplementedError: an option that is not there yet.
         RuntimeError: a GPU that is not Hopper; a second derivative on CUDA tensors or inside ``torch.compile``.
         ImportError: a kernel is needed and the CuTe DSL is not installed.
@@ -106,11 +119,16 @@ def flash_attn_func(
     if q_descale is not None or k_descale is not None or v_descale is not None:
         descales = Descales(q_descale, k_descale, v_descale)
     if fp8.is_fp8(q, k, v):
+        refuse_mods(score_mod=score_mod, mask_mod=mask_mod, mod_tensors=mod_tensors or None)
         out, lse = ops_fp8.attention(q, k, v, options, descales, fp8_accumulate, softmax_tensors)
     else:
         fp8.refuse(descales, fp8_accumulate)
         tensors: tuple[Any, Any, Any] = q, k, v
-        out, lse = ops.attention(tensors[0], tensors[1], tensors[2], options, softmax_tensors)
+        if score_mod is None and mask_mod is None and mod_tensors == ():
+            out, lse = ops.attention(tensors[0], tensors[1], tensors[2], options, softmax_tensors)
+        else:
+            functions = score_mod, mask_mod, mod_tensors
+            out, lse = ops.attention_with_mods(*tensors, options, softmax_tensors, functions)
     return (out, lse) if return_lse or return_attn_probs else out
 
 
@@ -301,6 +319,9 @@ def flash_attn_varlen_func(
     v_descale: torch.Tensor | None = None,
     learnable_sink: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    mod_tensors: tuple[torch.Tensor | None, ...] = (),
     window_size: tuple[int, int] = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
@@ -329,6 +350,8 @@ def flash_attn_varlen_func(
         seqused_k: the same for k and v. Rows that are not used are never read into a result, whatever they hold.
         softmax_scale, causal, window_size, attention_chunk, softcap, learnable_sink, alibi_slopes: as in
             :func:`flash_attn_func`, the used lengths of each sequence being its ``seqlen_q`` and ``seqlen_k``.
+        score_mod, mask_mod, mod_tensors: as in :func:`flash_attn_func`; ``batch`` is the number of the sequence,
+            ``q_idx`` and ``kv_idx`` count from its first row and key.
         qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, deterministic, sm_margin, fp8_accumulate,
             return_attn_probs, return_lse: as in :func:`flash_attn_func`.
 
@@ -355,11 +378,16 @@ def flash_attn_varlen_func(
     if q_descale is not None or k_descale is not None or v_descale is not None:
         descales = Descales(q_descale, k_descale, v_descale)
     if fp8.is_fp8(q, k, v):
+        refuse_mods(score_mod=score_mod, mask_mod=mask_mod, mod_tensors=mod_tensors or None)
         out, lse = ops_fp8.attention(q, k, v, options, descales, fp8_accumulate, softmax_tensors, ragged)
     else:
         fp8.refuse(descales, fp8_accumulate)
         tensors: tuple[Any, Any, Any] = q, k, v
-        out, lse = ops.attention(tensors[0], tensors[1], tensors[2], options, softmax_tensors, ragged)
+        if score_mod is None and mask_mod is None and mod_tensors == ():
+            out, lse = ops.attention(tensors[0], tensors[1], tensors[2], options, softmax_tensors, ragged)
+        else:
+            functions = score_mod, mask_mod, mod_tensors
+            out, lse = ops.attention_with_mods(*tensors, options, softmax_tensors, functions, ragged)
     return (out, lse) if return_lse or return_attn_probs else out
 
 

@@ -39,7 +39,7 @@ compile_lock = threading.RLock()
 def source_digest(package: Path = Path(__file__).parent) -> str:
     """A digest of every source that decides what a spec compiles to."""
     digest = hashlib.sha256()
-    single = [package / "config.py", package / "kernel_binary.py"]
+    single = [package / f"{name}.py" for name in ("config", "kernel_binary", "programs", "slopes")]
     for path in single + sorted((package / "kernels").rglob("*.py")):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(package).as_posix()}:{len(content)}\n".encode() + content)

@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
+from flashhopper.programs import Program, TensorType
+from flashhopper.slopes import scales_gradients
+
 WARP_THREADS = 32
 WARPGROUP_THREADS = 128
 PREPROCESS_WARPS = 8
@@ -231,6 +234,8 @@ class Features:
     """A learnable sink in the denominator. The backward needs only the LSE that contains it."""
     ragged: bool = False
     """Sequences one after another in one tensor: ``cu_seqlens``."""
+    score_mod: Program | None = None
+    mask_mod: Program | None = None
 
     def __post_init__(self) -> None:
         if self.chunk and not self.window:
@@ -239,6 +244,26 @@ class Features:
     @property
     def names(self) -> list[str]:
         return [field.name for field in fields(self) if getattr(self, field.name)]
+
+    @property
+    def has_mods(self) -> bool:
+        """Whether users' functions are traced into the kernel."""
+        return self.score_mod is not None or self.mask_mod is not None
+
+    @property
+    def mod_tensors(self) -> tuple[TensorType, ...]:
+        """What those functions read."""
+        program = self.score_mod or self.mask_mod
+        return () if program is None else program.tensors
+
+    @property
+    def scales_gradients(self) -> bool:
+        """Whether dS has a factor of its own for each score."""
+        return self.softcap or (self.score_mod is not None and scales_gradients(self.score_mod))
+
+
+SWITCHES = tuple(field.name for field in fields(Features) if field.default is False)
+"""The features that are on or off."""
 
 
 PLAIN = Features()
@@ -268,6 +293,8 @@ class KernelSpec:
             raise ConfigError("prefetch_scores with a window: blocks at the end of a tile may have to be skipped first")
         if self.features.ragged and self.config.scheduler == "single":
             raise ConfigError("scheduler='single' takes the number of tiles on the host, unknown for ragged batches")
+        if self.features.has_mods and self.config.softmax == "lazy":
+            raise ConfigError("softmax='lazy' with score_mod or mask_mod: no block is known to be unmasked")
         if self.dtype == "float16" and self.config.softmax == "lazy":
             raise ConfigError("softmax='lazy' lets P grow to 2**30, float16 ends at 65504: use softmax='exact'")
         if (self.dtype == FP8) != (self.out_dtype is not None) or self.out_dtype == FP8:
@@ -332,6 +359,8 @@ class BackwardConfig:
     """Tiles of K. With 2 the next one, and with it the first Q, is loaded while this one is worked on."""
     group_waves: int = 2
     """Size of the group of key heads worked on at a time: as many as give each SM this many tiles, if L2 holds them."""
+    wide_consumers: bool = False
+    """The registers of ``split="keys"``, 208 for a consumer, with ``operands`` too; needs ``dq_columns`` up to 64."""
 
     @property
     def num_threads(self) -> int:
@@ -344,7 +373,7 @@ class BackwardConfig:
 
     def registers(self) -> BackwardRegisters:
         """Registers per thread at entry and per role; 128 at entry is what 512 threads can have."""
-        case = "wide" if self.dq_columns > 64 else self.split
+        case = "wide" if self.dq_columns > 64 else "keys" if self.wide_consumers else self.split
         return BackwardRegisters(128, *_BACKWARD_ROLE_REGISTERS[case])
 
     def accumulator_registers(self, head_dim: int, head_dim_v: int) -> int:
@@ -378,6 +407,8 @@ class BackwardConfig:
             problems.append("dq_columns=96 would cut the 64-column blocks of a head_dim other than 96")
         if self.group_waves < 1:
             problems.append(f"group_waves={self.group_waves} must be at least 1")
+        if self.wide_consumers and self.dq_columns > 64:
+            problems.append(f"dq_columns={self.dq_columns} must be at most 64 with wide_consumers")
         if self.warpgroup_order == "ping_pong" or (self.split == "operands" and self.warpgroup_order != "free"):
             problems.append(f"warpgroup_order={self.warpgroup_order!r}: only 'free', and with split='keys' 'stagger'")
         for name in ("num_q_stages", "num_do_stages", "num_ds_stages", "num_dq_stages"):

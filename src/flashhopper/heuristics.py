@@ -16,6 +16,7 @@ from flashhopper.config import (
     KernelSpec,
 )
 from flashhopper.problem import DTYPES, AttentionProblem
+from flashhopper.programs import Program
 
 
 class TileRow(NamedTuple):
@@ -192,7 +193,13 @@ def is_masked(problem: AttentionProblem) -> bool:
     return problem.mask.causal or problem.mask.window is not None or problem.ragged is not None
 
 
-def features_of(problem: AttentionProblem, has_sink: bool = False, has_alibi: bool = False) -> Features:
+def features_of(
+    problem: AttentionProblem,
+    has_sink: bool = False,
+    has_alibi: bool = False,
+    score_mod: Program | None = None,
+    mask_mod: Program | None = None,
+) -> Features:
     """What the kernels of a validated problem need beside plain and causal attention."""
     window = problem.mask.window
     return Features(
@@ -202,6 +209,8 @@ def features_of(problem: AttentionProblem, has_sink: bool = False, has_alibi: bo
         alibi=has_alibi,
         sink=has_sink,
         ragged=problem.ragged is not None,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
     )
 
 
@@ -340,6 +349,8 @@ def forward_config(row: TileRow, dtype: Dtype, features: Features = PLAIN) -> Fo
     431, in turns 546 and 460; exact softmax in turns 529 and 445, staggered 460 and 397 (H200).
     """
     config = for_dtype(row.config, dtype)
+    if features.has_mods:
+        return with_mods(config, row.head_dim)
     if features.softcap and (row.head_dim, row.head_dim_v) == (128, 128):
         if config.softmax == "exact":
             config = replace(config, warpgroup_order="ping_pong")
@@ -347,6 +358,16 @@ def forward_config(row: TileRow, dtype: Dtype, features: Features = PLAIN) -> Fo
             free = replace(_D128, prefetch_scores=True, warpgroup_order="free")
             config = replace(free, group_waves=config.group_waves)
     return replace(config, prefetch_scores=False) if features.window else config
+
+
+def with_mods(config: ForwardConfig, head_dim: int) -> ForwardConfig:
+    """For users' functions: every block is masked, and what they compute, and above all load, takes registers. With
+    these tiles none of those in tests/compile spills; not searched."""
+    tile_n = 96 if head_dim <= 128 else 64
+    if config.num_consumer_warpgroups == 3:  # 160 registers each; with 2 there are 232
+        smaller = _D64_SHORT if head_dim == 64 else _D96_SHORT
+        config = replace(smaller, group_waves=config.group_waves)
+    return replace(config, tile_n=tile_n, softmax="exact", prefetch_scores=False, q_in_registers=False)
 
 
 def select_backward_row(problem: AttentionProblem) -> BackwardRow:
@@ -373,11 +394,14 @@ def select_backward_spec(
 
 
 def with_fewer_registers(row: BackwardRow, features: Features) -> BackwardConfig:
-    """Softcap keeps a factor per score, ALiBi a distance: what spills with the table's tiles gets smaller ones."""
+    """Softcap keeps a factor per score, ALiBi a distance, users' functions what they like: what spills with the table's
+    tiles gets smaller ones."""
     dims = row.head_dim, row.head_dim_v
-    if dims == (64, 64) and (features.softcap or features.alibi):
+    if features.has_mods and row.config.split == "operands":
+        return replace(row.config, dq_columns=64, wide_consumers=True)
+    if dims == (64, 64) and (features.softcap or features.alibi or features.has_mods):
         return _D64_64_ROWS
-    if dims == (128, 128) and features.softcap:
+    if dims == (128, 128) and (features.softcap or features.has_mods):
         return _D128_OPERANDS
     return row.config
 

@@ -14,6 +14,7 @@ from flashhopper.compiler import get_kernel
 from flashhopper.config import PLAIN, ForwardConfig, ScheduleSpec
 from flashhopper.device import hopper_multiprocessors
 from flashhopper.heuristics import features_of, select_spec
+from flashhopper.mod_call import Mods
 from flashhopper.plan_key import PLAIN_TENSORS, Key, call_key, remember
 from flashhopper.problem import (
     NO_SOFTMAX_TENSORS,
@@ -24,6 +25,7 @@ from flashhopper.problem import (
     SoftmaxTensors,
     TensorFacts,
 )
+from flashhopper.programs import Program
 from flashhopper.tma_view import TMA_ALIGNMENT, TmaView, aligned
 
 LOG2_E = 1.4426950408889634
@@ -43,6 +45,7 @@ def forward(
     config: ForwardConfig | None = None,
     ragged: RaggedTensors | None = None,
     softmax_tensors: SoftmaxTensors = NO_SOFTMAX_TENSORS,
+    mods: Mods | None = None,
 ) -> ForwardResult:
     """Attention without autograd on CUDA tensors, with it on CPU tensors; ``config`` overrides the tile table.
 
@@ -50,19 +53,21 @@ def forward(
     ragged batch ``(total_q, heads, head_dim_v)`` and ``(heads, total_q)``.
     """
     if config is None:
-        plan = known_plan(q, k, v, options, softmax_tensors, ragged)
+        plan = known_plan(q, k, v, options, softmax_tensors, ragged, mods)
         if plan is None:
-            plan = new_plan(q, k, v, options, softmax_tensors, ragged)
+            plan = new_plan(q, k, v, options, softmax_tensors, ragged, mods)
     else:
-        plan = _configured_plan(*_validated(q, k, v, options, softmax_tensors, ragged), config)
-    return plan(q, k, v, softmax_tensors, ragged)
+        plan = _configured_plan(*_validated(q, k, v, options, softmax_tensors, ragged, mods), config)
+    return plan(q, k, v, softmax_tensors, ragged, mods)
 
 
 class Given(NamedTuple):
-    """Which of the softmax's tensors a call has."""
+    """Which of the softmax's tensors a call has, and what it computes of its scores."""
 
     sink: bool
     alibi: bool
+    score_mod: Program | None = None
+    mask_mod: Program | None = None
 
 
 _plans: dict[Key, Plan] = {}
@@ -75,11 +80,13 @@ def known_plan(
     options: AttentionOptions,
     softmax_tensors: SoftmaxTensors,
     ragged: RaggedTensors | None,
+    mods: Mods | None = None,
 ) -> Plan | None:
     """The plan of earlier calls like this one, which is as valid as they were; None if there was none. Checks nothing,
     and no plan is known for subclasses of tensors."""
     try:
-        return _plans.get(call_key(q, k, v, options, softmax_tensors, ragged))
+        key = call_key(q, k, v, options, softmax_tensors, ragged)
+        return _plans.get(key if mods is None else (key, mods.key))
     except (AttributeError, RuntimeError, TypeError, ValueError):  # no such facts, or not hashable: a plan will say why
         return None
 
@@ -91,11 +98,13 @@ def new_plan(
     options: AttentionOptions,
     softmax_tensors: SoftmaxTensors,
     ragged: RaggedTensors | None,
+    mods: Mods | None = None,
 ) -> Plan:
     """Validate, choose and compile; the plan is known from then on. Errors are raised again by every such call."""
-    plan = make_plan(*_validated(q, k, v, options, softmax_tensors, ragged))
+    plan = make_plan(*_validated(q, k, v, options, softmax_tensors, ragged, mods))
     if all(type(x) in PLAIN_TENSORS for x in (q, k, v)):
-        remember(_plans, call_key(q, k, v, options, softmax_tensors, ragged), plan)
+        key = call_key(q, k, v, options, softmax_tensors, ragged)
+        remember(_plans, key if mods is None else (key, mods.key), plan)
     return plan
 
 
@@ -106,17 +115,22 @@ def _validated(
     options: AttentionOptions,
     softmax_tensors: SoftmaxTensors,
     ragged: RaggedTensors | None,
+    mods: Mods | None = None,
 ) -> tuple[AttentionProblem, Given | None]:
     problem = AttentionProblem.from_tensors(q, k, v, options, ragged).validate()
-    return problem, given(problem, softmax_tensors)
+    return problem, given(problem, softmax_tensors, mods)
 
 
-def given(problem: AttentionProblem, tensors: SoftmaxTensors) -> Given | None:
+def given(problem: AttentionProblem, tensors: SoftmaxTensors, mods: Mods | None = None) -> Given | None:
     """None without any. Checks them against a validated problem."""
-    if tensors.learnable_sink is None and tensors.alibi_slopes is None:
+    if tensors.learnable_sink is None and tensors.alibi_slopes is None and mods is None:
         return None
     problem.check_softmax_tensors(tensors)
-    return Given(tensors.learnable_sink is not None, tensors.alibi_slopes is not None)
+    functions: tuple[Program | None, Program | None] = (None, None)
+    if mods is not None:
+        mods.check_device(problem.device)
+        functions = mods.score, mods.mask
+    return Given(tensors.learnable_sink is not None, tensors.alibi_slopes is not None, *functions)
 
 
 def make_plan(problem: AttentionProblem, has: Given | None = None, config: ForwardConfig | None = None) -> Plan:
@@ -154,6 +168,7 @@ class Plan:
         v: torch.Tensor,
         softmax_tensors: SoftmaxTensors = NO_SOFTMAX_TENSORS,
         ragged: RaggedTensors | None = None,
+        mods: Mods | None = None,
     ) -> ForwardResult:
         raise NotImplementedError
 
@@ -181,8 +196,9 @@ class _ReferencePlan(Plan):
         v: torch.Tensor,
         softmax_tensors: SoftmaxTensors = NO_SOFTMAX_TENSORS,
         ragged: RaggedTensors | None = None,
+        mods: Mods | None = None,
     ) -> ForwardResult:
-        arguments = self.arguments | softmax_tensors._asdict()
+        arguments = self.arguments | softmax_tensors._asdict() | {"mods": mods}
         if ragged is None:
             return reference.attention(q, k, v, **arguments)
         return reference_varlen.attention(q, k, v, ragged, **arguments)
@@ -198,6 +214,7 @@ class _EmptyPlan(Plan):
         v: torch.Tensor,
         softmax_tensors: SoftmaxTensors = NO_SOFTMAX_TENSORS,
         ragged: RaggedTensors | None = None,
+        mods: Mods | None = None,
     ) -> ForwardResult:
         *batch, rows, heads, _ = q.shape
         out = q.new_zeros((*batch, rows, heads, v.shape[-1]))
@@ -225,18 +242,38 @@ class KernelScales(NamedTuple):
     scale_log2: float
     softcap: float | None
     """softmax_scale / softcap, the factor in front of tanh; ``scale_log2`` then is softcap · log2(e)."""
+    unit: float | None = None
+    """With a score_mod, which takes and gives natural units: the factor in front of it; ``scale_log2`` then is
+    log2(e)."""
 
     @classmethod
-    def of(cls, problem: AttentionProblem) -> KernelScales:
+    def of(cls, problem: AttentionProblem, has_score_mod: bool = False) -> KernelScales:
         cap = float(problem.options.softcap)
-        if cap == 0.0:
-            return cls(max(problem.softmax_scale * LOG2_E, SMALLEST_SCALE), None)
-        return cls(max(cap * LOG2_E, SMALLEST_SCALE), problem.softmax_scale / cap)
+        scale_log2 = max((cap or problem.softmax_scale) * LOG2_E, SMALLEST_SCALE)
+        softcap = problem.softmax_scale / cap if cap else None
+        if has_score_mod:
+            return cls(LOG2_E, softcap, scale_log2 / LOG2_E)
+        return cls(scale_log2, softcap)
 
     def slopes(self, alibi_slopes: torch.Tensor, batch: int) -> torch.Tensor:
-        """``(batch, heads)``: what a key's distance adds to its score before ``scale_log2``."""
-        scaled = alibi_slopes.detach() * (-LOG2_E / self.scale_log2)
+        """``(batch, heads)``: what a key's distance adds to its score before ``unit`` and ``scale_log2``."""
+        scaled = alibi_slopes.detach() * (-LOG2_E / (self.scale_log2 * (self.unit or 1.0)))
         return scaled.contiguous().expand(batch, -1) if scaled.dim() == 1 else scaled.contiguous()
+
+
+def kernel_tensors(mods: Mods | None) -> tuple[torch.Tensor, ...] | None:
+    """Those of the call's functions as the kernels take them, any strides: at least one dimension and one element."""
+    if mods is None or not mods.tensors:
+        return None
+    return tuple(_kernel_tensor(x.detach()) for x in mods.tensors)
+
+
+def _kernel_tensor(x: torch.Tensor) -> torch.Tensor:
+    if x.numel() == 0:  # whose element it would be is a pair that does not exist
+        x = x.new_zeros([max(extent, 1) for extent in x.shape])
+    if x.dtype == torch.bool:
+        x = x.view(torch.uint8)
+    return x if x.dim() else x.view(1)
 
 
 def kernel_window(problem: AttentionProblem) -> tuple[int, int, int] | None:
@@ -293,18 +330,25 @@ class _KernelPlan(Plan):
         self.spec = select_spec(problem, config, features)
         self.is_plain = features == PLAIN
         self.device, self.device_index, self.dtype = problem.device, problem.device.index, problem.dtype
-        self.scales, self.window = KernelScales.of(problem), kernel_window(problem)
+        self.scales = KernelScales.of(problem, features.score_mod is not None)
+        self.window = kernel_window(problem)
         self.scale_log2 = self.scales.scale_log2
         self.max_ctas = num_sms - problem.options.sm_margin
 
-    def _softmax_args(self, tensors: SoftmaxTensors, batch: int) -> tuple[Any, ...]:
-        """The first of ``kernels.features.FeatureArgs``, up to the sink."""
+    def _feature_args(
+        self,
+        tensors: SoftmaxTensors,
+        batch: int,
+        sequences: tuple[torch.Tensor, torch.Tensor] | None,
+        mods: Mods | None,
+    ) -> tuple[Any, ...]:
+        """In the order of ``kernels.features.FeatureArgs``."""
         slopes = sink = None
         if tensors.alibi_slopes is not None:
             slopes = self.scales.slopes(tensors.alibi_slopes, batch)
         if tensors.learnable_sink is not None:
             sink = tensors.learnable_sink.detach().float().contiguous()
-        return self.window, self.scales.softcap, slopes, sink
+        return self.window, self.scales.softcap, slopes, sink, sequences, self.scales.unit, kernel_tensors(mods)
 
 
 class _DensePlan(_KernelPlan):
@@ -331,17 +375,18 @@ class _DensePlan(_KernelPlan):
         v: torch.Tensor,
         softmax_tensors: SoftmaxTensors = NO_SOFTMAX_TENSORS,
         ragged: RaggedTensors | None = None,
+        mods: Mods | None = None,
     ) -> ForwardResult:
         if self.device_index != torch.cuda.current_device():
             with torch.cuda.device(self.device_index):
-                return self(q, k, v, softmax_tensors)
+                return self(q, k, v, softmax_tensors, None, mods)
         if self.views is not None:
             q, k, v = (view(tensor) for view, tensor in zip(self.views, (q, k, v), strict=True))
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_ALIGNMENT:
             q, k, v = map(aligned, (q, k, v))
         out = torch.empty_strided(self.out_shape, self.out_strides, dtype=self.dtype, device=self.device)
         lse = torch.empty_strided(self.lse_shape, self.lse_strides, dtype=torch.float32, device=self.device)
-        features = None if self.is_plain else (*self._softmax_args(softmax_tensors, self.batch), None)
+        features = None if self.is_plain else self._feature_args(softmax_tensors, self.batch, None, mods)
         workspace = scheduler_workspace(self.device_index)
         self.kernel(q, k, v, out, lse, workspace, self.scale_log2, self.max_ctas, features)
         return out, lse
@@ -371,12 +416,13 @@ class _RaggedPlan(_KernelPlan):
         v: torch.Tensor,
         softmax_tensors: SoftmaxTensors = NO_SOFTMAX_TENSORS,
         ragged: RaggedTensors | None = None,
+        mods: Mods | None = None,
     ) -> ForwardResult:
         if ragged is None:
             raise TypeError("the plan of a ragged batch needs its lengths")
         if self.device_index != torch.cuda.current_device():
             with torch.cuda.device(self.device_index):
-                return self(q, k, v, softmax_tensors, ragged)
+                return self(q, k, v, softmax_tensors, ragged, mods)
         total, heads, dim = q.shape[0], self.heads, self.head_dim_v
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
         if self.views is not None:
@@ -389,7 +435,7 @@ class _RaggedPlan(_KernelPlan):
         out = torch.empty_strided((total, heads, dim), (row, dim, 1), dtype=self.dtype, device=self.device)
         lse = torch.empty_strided((heads, total), (total, 1), dtype=torch.float32, device=self.device)
         sequences = self.schedule(ragged, total)
-        features = *self._softmax_args(softmax_tensors, ragged.cu_seqlens_q.shape[0] - 1), sequences
+        features = self._feature_args(softmax_tensors, ragged.cu_seqlens_q.shape[0] - 1, sequences, mods)
         workspace = scheduler_workspace(self.device_index)
         as_batch = out.unsqueeze(0), lse.unsqueeze(0)
         self.kernel(q, k, v, *as_batch, workspace, self.scale_log2, self.max_ctas, features)

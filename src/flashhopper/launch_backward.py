@@ -26,9 +26,11 @@ from flashhopper.launch import (
     Schedule,
     compact,
     given,
+    kernel_tensors,
     kernel_window,
     with_batch,
 )
+from flashhopper.mod_call import Mods
 from flashhopper.plan_key import Key, call_key, remember
 from flashhopper.problem import (
     NO_SOFTMAX_TENSORS,
@@ -79,6 +81,7 @@ def backward(
     config: BackwardConfig | None = None,
     ragged: RaggedTensors | None = None,
     softmax_tensors: SoftmaxTensors = NO_SOFTMAX_TENSORS,
+    mods: Mods | None = None,
 ) -> Gradients:
     """dQ, dK, dV on CUDA tensors, contiguous and in the inputs' dtype, and dsink in the sink's if there is one;
     ``config`` overrides the tile table.
@@ -102,16 +105,17 @@ def backward(
         dout.device,
         grad_lse is None,
         config,
+        None if mods is None else mods.key,
     )
     plan: Any = _plans.get(key, _UNKNOWN)
     if plan is _UNKNOWN:
         problem = AttentionProblem.from_tensors(q, k, v, options, ragged).validate()
-        has = given(problem, softmax_tensors)
+        has = given(problem, softmax_tensors, mods)
         plan = make_plan(problem, (TensorFacts.of(out), TensorFacts.of(dout)), has, grad_lse is not None, config)
         remember(_plans, key, plan)
     if plan is None:
         return _gradients_without_pairs(saved, grad_lse, softmax_tensors.learnable_sink)
-    gradients: Gradients = plan(saved, dout, grad_lse, softmax_tensors, ragged)
+    gradients: Gradients = plan(saved, dout, grad_lse, softmax_tensors, ragged, mods)
     return gradients
 
 
@@ -194,7 +198,8 @@ class _BackwardPlan:
         self.preprocess = get_kernel(PreprocessSpec(spec.dtype, *dims, has_lse_grad, is_ragged, has_sink))
         self.kernel = get_kernel(spec)
         self.postprocess = get_kernel(PostprocessSpec(spec.dtype, spec.head_dim, is_ragged))
-        self.scale, self.scales, self.window = problem.softmax_scale, KernelScales.of(problem), kernel_window(problem)
+        self.scale, self.window = problem.softmax_scale, kernel_window(problem)
+        self.scales = KernelScales.of(problem, features.score_mod is not None)
         views = [TmaView(found) for found in tensors]
         self.views = views if any(view.changes for view in views) else None
 
@@ -228,10 +233,11 @@ class _BackwardPlan:
         grad_lse: torch.Tensor | None,
         softmax_tensors: SoftmaxTensors,
         ragged: RaggedTensors | None,
+        mods: Mods | None,
     ) -> Gradients:
         if self.device_index != torch.cuda.current_device():
             with torch.cuda.device(self.device_index):
-                return self(saved, dout, grad_lse, softmax_tensors, ragged)
+                return self(saved, dout, grad_lse, softmax_tensors, ragged, mods)
         device, sink = self.device, softmax_tensors.learnable_sink
         q, k, v, out, lse = saved
         dq, dk, dv = gradients = self._empty_gradients(q, k)
@@ -265,7 +271,8 @@ class _BackwardPlan:
             slopes = None
             if softmax_tensors.alibi_slopes is not None:
                 slopes = self.scales.slopes(softmax_tensors.alibi_slopes, batch)
-            features = (self.window, self.scales.softcap, slopes, None, by_keys)
+            scales = self.scales
+            features = (self.window, scales.softcap, slopes, None, by_keys, scales.unit, kernel_tensors(mods))
         # From here on nothing else may be launched: each kernel starts under the end of the one before it.
         self.preprocess(out, dout, lse, grad_lse, lse_log2, delta, accumulator, workspace, sinks, by_queries)
         self.kernel(

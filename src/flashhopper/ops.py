@@ -9,13 +9,16 @@ import torch
 from flashhopper import launch, launch_backward, torch_library
 from flashhopper.launch import Plan
 from flashhopper.launch_backward import Saved
+from flashhopper.mod_call import Mods
 from flashhopper.plan_key import PLAIN_TENSORS
 from flashhopper.problem import AttentionOptions, RaggedTensors, SoftmaxTensors
+
+_NUM_LENGTHS = len(RaggedTensors._fields) - 2
 
 
 class _Attention(torch.autograd.Function):
     """Forward and backward through the kernels. Saved for backward: q, k, v, out, LSE, and what else the call has of
-    a sink, slopes and lengths."""
+    a sink, slopes, lengths and tensors of its functions."""
 
     @staticmethod
     def forward(
@@ -27,10 +30,13 @@ class _Attention(torch.autograd.Function):
         alibi_slopes: torch.Tensor | None,
         plan: Plan,
         ragged: RaggedTensors | None,
+        mods: Mods | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = plan(q, k, v, SoftmaxTensors(learnable_sink, alibi_slopes), ragged)
+        out, lse = plan(q, k, v, SoftmaxTensors(learnable_sink, alibi_slopes), ragged, mods)
         ctx.max_seqlens, lengths = ((), ()) if ragged is None else (ragged[:2], ragged[2:])
-        ctx.save_for_backward(q, k, v, out, lse, learnable_sink, alibi_slopes, *lengths)
+        # Programs are values; their tensors are saved, so that autograd sees if they are written to.
+        ctx.functions, mod_tensors = (None, ()) if mods is None else ((mods.score, mods.mask), mods.tensors)
+        ctx.save_for_backward(q, k, v, out, lse, learnable_sink, alibi_slopes, *lengths, *mod_tensors)
         ctx.options = plan.options
         ctx.set_materialize_grads(False)
         return out, lse
@@ -38,14 +44,17 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
         if grad_out is None and grad_lse is None:
-            return (None,) * 7
+            return (None,) * 8
         # Once: checkpointing and offloading unpack what they saved a single time.
-        q, k, v, out, lse, learnable_sink, alibi_slopes, *lengths = ctx.saved_tensors
-        ragged = RaggedTensors(*ctx.max_seqlens, *lengths) if lengths else None
-        saved = Saved(q, k, v, out, lse)
-        gradients = kernel_gradients(saved, learnable_sink, alibi_slopes, ctx.options, (grad_out, grad_lse), ragged)
+        q, k, v, out, lse, learnable_sink, alibi_slopes, *rest = ctx.saved_tensors
+        ragged = None
+        if ctx.max_seqlens:
+            ragged, rest = RaggedTensors(*ctx.max_seqlens, *rest[:_NUM_LENGTHS]), rest[_NUM_LENGTHS:]
+        mods = None if ctx.functions is None else Mods(ctx.functions[0], ctx.functions[1], tuple(rest))
+        saved, grads = Saved(q, k, v, out, lse), (grad_out, grad_lse)
+        gradients = kernel_gradients(saved, learnable_sink, alibi_slopes, ctx.options, grads, ragged, mods)
         needed = zip(gradients, ctx.needs_input_grad, strict=False)
-        return *(gradient if is_needed else None for gradient, is_needed in needed), None, None, None
+        return *(gradient if is_needed else None for gradient, is_needed in needed), None, None, None, None
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -69,12 +78,13 @@ class _AttentionBackward(torch.autograd.Function):
         grad_lse: torch.Tensor | None,
         options: AttentionOptions,
         ragged: RaggedTensors | None,
+        mods: Mods | None,
     ) -> tuple[torch.Tensor | None, ...]:
         softmax_tensors = SoftmaxTensors(learnable_sink, alibi_slopes)
         saved = Saved(q, k, v, out, lse)
         return tuple(
             launch_backward.backward(
-                grad_out, *saved, options, grad_lse, ragged=ragged, softmax_tensors=softmax_tensors
+                grad_out, *saved, options, grad_lse, ragged=ragged, softmax_tensors=softmax_tensors, mods=mods
             )
         )
 
@@ -90,6 +100,7 @@ def kernel_gradients(
     options: AttentionOptions,
     grads: tuple[torch.Tensor | None, torch.Tensor | None],
     ragged: RaggedTensors | None = None,
+    mods: Mods | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Those of q, k, v and the sink by the kernels; one of ``grads``, of out and of LSE, may be None."""
     grad_out, grad_lse = grads
@@ -98,10 +109,10 @@ def kernel_gradients(
     if not torch.is_grad_enabled():  # no graph through the backward is asked for: create_graph=False
         softmax_tensors = SoftmaxTensors(learnable_sink, alibi_slopes)
         return launch_backward.backward(
-            grad_out, *saved, options, grad_lse, ragged=ragged, softmax_tensors=softmax_tensors
+            grad_out, *saved, options, grad_lse, ragged=ragged, softmax_tensors=softmax_tensors, mods=mods
         )
     gradients: tuple[torch.Tensor | None, ...] = _AttentionBackward.apply(
-        grad_out, *saved, learnable_sink, alibi_slopes, grad_lse, options, ragged
+        grad_out, *saved, learnable_sink, alibi_slopes, grad_lse, options, ragged, mods
     )
     return gradients
 
@@ -132,6 +143,43 @@ def attention(
     return _attention(plan, q, k, v, softmax_tensors, ragged)
 
 
+def attention_with_mods(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: AttentionOptions,
+    softmax_tensors: SoftmaxTensors,
+    functions: tuple[Any, Any, Any],
+    ragged: RaggedTensors | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`attention`, with ``functions``: score_mod, mask_mod and mod_tensors, as the public functions take them.
+
+    Functions cannot be arguments of an operator. ``torch.compile`` therefore leaves its graph for such a call; where a
+    graph must be whole, or is not of ``torch.compile``, it is an error.
+    """
+    if _is_compiling():
+        from flashhopper.graph_break import uncompiled
+
+        result: tuple[torch.Tensor, torch.Tensor] = uncompiled(
+            attention_with_mods, q, k, v, options, softmax_tensors, functions, ragged
+        )
+        return result
+    mods = Mods.of(*functions)
+    if mods is None:
+        return attention(q, k, v, options, softmax_tensors, ragged)
+    is_tensor = isinstance(q, torch.Tensor)
+    is_recorded = _num_dispatch_modes() > 0 or (is_tensor and type(q) not in PLAIN_TENSORS)
+    if is_recorded or (is_tensor and q.is_cuda and _functorch_level() is not None):
+        raise NotImplementedError(
+            "score_mod and mask_mod are not there for tensors that a graph, a dispatch mode or torch.func records;"
+            " call eagerly, on plain tensors"
+        )
+    plan = launch.known_plan(q, k, v, options, softmax_tensors, ragged, mods)
+    if plan is None:
+        plan = launch.new_plan(q, k, v, options, softmax_tensors, ragged, mods)
+    return _attention(plan, q, k, v, softmax_tensors, ragged, mods)
+
+
 _is_compiling = torch.compiler.is_compiling
 _num_dispatch_modes, _functorch_level = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
 _unwrap_if_dead = torch._C._functorch.unwrap_if_dead
@@ -159,12 +207,13 @@ def _attention(
     v: torch.Tensor,
     softmax_tensors: SoftmaxTensors,
     ragged: RaggedTensors | None,
+    mods: Mods | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a plan, recorded by autograd if an input needs a gradient."""
     if not plan.is_differentiable and torch.is_grad_enabled():
         sink, slopes = softmax_tensors
         if q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad):
             q, k, v = _unwrap_if_dead(q), _unwrap_if_dead(k), _unwrap_if_dead(v)
-            result: tuple[torch.Tensor, torch.Tensor] = _record(q, k, v, sink, slopes, plan, ragged)
+            result: tuple[torch.Tensor, torch.Tensor] = _record(q, k, v, sink, slopes, plan, ragged, mods)
             return result
-    return plan(q, k, v, softmax_tensors, ragged)
+    return plan(q, k, v, softmax_tensors, ragged, mods)

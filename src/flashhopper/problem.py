@@ -407,6 +407,13 @@ def refuse_tensors(**tensors: torch.Tensor | None) -> None:
             raise NotImplementedError(f"{name} is not there yet; accepted today: None, got {type(value).__name__}")
 
 
+def refuse_mods(**functions: object) -> None:
+    """NotImplementedError for a function of scores with quantised tensors."""
+    for name, value in functions.items():
+        if value is not None:
+            raise NotImplementedError(f"{name} is not there yet with FP8; accepted today: None")
+
+
 def split_qkv(
     qkv: torch.Tensor, num_heads_q: int | None, rows: str = "batch, seqlen"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -12,6 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from flashhopper.config import ROWS_PER_WARPGROUP, ForwardConfig
+from flashhopper.mod_call import Mods, Pairs
 
 CHUNK_SCORES = 2**24
 """Scores held at once (64 MiB in fp32): query rows are cut so that memory grows with the inputs, not their product."""
@@ -82,6 +83,8 @@ def attention(
     softcap: float = 0.0,
     learnable_sink: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    mods: Mods | None = None,
+    first_batch: int = 0,
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention and its log-sum-exp, differentiable by autograd through both.
@@ -89,7 +92,8 @@ def attention(
     q ``(b, sq, h, d)``, k ``(b, sk, hk, d)``, v ``(b, sk, hk, dv)`` with ``h % hk == 0``; which keys a row sees:
     :func:`visible_keys`. Scores s become ``softcap · tanh(s / softcap)`` if softcap is over 0. ``alibi_slopes``
     ``(h,)`` or ``(b, h)``, constants, then take slope · |i + sk - sq - j| from the score of query i and key j (Press et
-    al. 2022, sec. 3). ``learnable_sink`` ``(h,)`` adds exp(sink) to the denominator of every row of its head. Returns
+    al. 2022, sec. 3); then ``mods`` have their say, to which the first batch entry is number ``first_batch``.
+    ``learnable_sink`` ``(h,)`` adds exp(sink) to the denominator of every row of its head. Returns
     out ``(b, sq, h, dv)`` in q's dtype and the natural-log LSE ``(b, h, sq)``, the sink included, in fp32 (fp64 if
     computed in fp64). A row without a visible key has out 0, LSE -inf (with a sink: the sink) and passes no gradient on
     to q, k and v. ``compute_dtype`` is fp32 by default, fp64 for fp64 inputs; q's own dtype gives the error that plain
@@ -110,7 +114,7 @@ def attention(
     if alibi_slopes is not None:  # bf16 would round distances
         slopes = alibi_slopes.detach().to(torch.promote_types(compute_dtype, torch.float32))
         slopes = slopes.reshape(slopes.shape[:-1].numel(), k.shape[2], heads // k.shape[2], 1, 1)
-    scoring = _Scoring(softmax_scale, softcap, slopes)
+    scoring = _Scoring(softmax_scale, softcap, slopes, mods)
 
     chunk = max(CHUNK_SCORES // max(batch * heads * seqlen_k, 1), 1)
     starts = range(0, max(seqlen_q, 1), chunk)
@@ -127,7 +131,8 @@ def attention(
             first, last = int(rows.starts.min().clamp(0, seqlen_k)), int(rows.ends.max().clamp(0, seqlen_k))
         last = max(first, last)
         seen_k, seen_v = k_heads[:, :, first:last], v_heads[:, :, first:last]
-        out, lse = attend(q_rows[:, start:stop], seen_k, seen_v, rows.shifted(first), scoring, sink)
+        pairs = None if mods is None else _pairs(q, k, slice(start, stop), slice(first, last), first_batch)
+        out, lse = attend(q_rows[:, start:stop], seen_k, seen_v, rows.shifted(first), scoring, sink, pairs)
         outs.append(out)
         lses.append(lse)
     lse_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
@@ -141,8 +146,9 @@ class _Scoring(NamedTuple):
     softcap: float
     slopes: torch.Tensor | None
     """Of ALiBi, ``(b or 1, hk, group, 1, 1)``."""
+    mods: Mods | None
 
-    def __call__(self, products: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def __call__(self, products: torch.Tensor, positions: torch.Tensor, pairs: Pairs | None) -> torch.Tensor:
         """Products and scores ``(b, hk, group, rows, keys)`` of rows that stand at the keys ``positions``."""
         scores = products * self.softmax_scale
         if self.softcap > 0:
@@ -150,7 +156,24 @@ class _Scoring(NamedTuple):
         if self.slopes is not None:
             distances = (positions[:, None] - torch.arange(scores.shape[-1], device=scores.device)).abs()
             scores = scores - (self.slopes * distances).to(scores.dtype)
+        if self.mods is not None and pairs is not None:
+            scores = pairs.scores(self.mods, scores)
         return scores
+
+
+def _pairs(q: torch.Tensor, k: torch.Tensor, rows: slice, keys: slice, first_batch: int) -> Pairs:
+    """Of some rows and keys of all heads, for scores ``(b, hk, group, rows, keys)``."""
+    (batch, _, heads, _), heads_k = q.shape, k.shape[2]
+
+    def integers(start: int, stop: int) -> torch.Tensor:
+        return torch.arange(start, stop, dtype=torch.int32, device=q.device)
+
+    return Pairs(
+        integers(first_batch, first_batch + batch).view(batch, 1, 1, 1, 1),
+        integers(0, heads).view(heads_k, heads // heads_k, 1, 1),
+        integers(rows.start, rows.stop).unsqueeze(1),
+        integers(keys.start, keys.stop),
+    )
 
 
 def _attend_rows(
@@ -160,10 +183,11 @@ def _attend_rows(
     visible: Visible,
     scoring: _Scoring,
     sink: torch.Tensor | None,
+    pairs: Pairs | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows q ``(b, rows, h, d)`` against k ``(b, hk, n, d)``, v ``(b, hk, n, dv)``: out and LSE, in their dtype."""
     with torch.autocast(q.device.type, enabled=False):  # else its products would be 16-bit ones, recomputed or not
-        return _attend_rows_as_given(q, k, v, visible, scoring, sink)
+        return _attend_rows_as_given(q, k, v, visible, scoring, sink, pairs)
 
 
 def _attend_rows_as_given(
@@ -173,6 +197,7 @@ def _attend_rows_as_given(
     visible: Visible,
     scoring: _Scoring,
     sink: torch.Tensor | None,
+    pairs: Pairs | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`_attend_rows` in the dtype of q, k and v, whatever autocast says.
 
@@ -184,16 +209,18 @@ def _attend_rows_as_given(
     group = heads // heads_k
     stacked = _grouped(q, heads_k).reshape(batch, heads_k, group * rows, head_dim)
     products = (stacked @ k.transpose(2, 3)).view(batch, heads_k, group, rows, keys)
-    scores = scoring(products, visible.positions)
+    scores = scoring(products, visible.positions, pairs)
     columns = torch.arange(keys, device=q.device)
     hidden = (columns < visible.starts[:, None]) | (columns >= visible.ends[:, None])
+    if pairs is not None and scoring.mods is not None and scoring.mods.mask is not None:
+        hidden = hidden | pairs.hidden(scoring.mods)
     if hidden.any():
         scores = scores.masked_fill(hidden, -math.inf)
     row_max = scores.new_zeros(batch, heads_k, group, rows, 1)
     if keys:
         row_max = scores.detach().amax(dim=-1, keepdim=True)
         row_max = row_max.masked_fill(row_max == -math.inf, 0.0)
-    no_key = (hidden.all(dim=-1) if keys else torch.ones_like(visible.starts, dtype=torch.bool))[:, None]
+    no_key = (hidden.all(dim=-1) if keys else torch.ones_like(visible.starts, dtype=torch.bool)).unsqueeze(-1)
     if sink is not None:
         sinks = sink.view(heads_k, group, 1, 1)
         row_max = torch.where(no_key, sinks.detach(), torch.maximum(row_max, sinks.detach()))

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashhopper import reference
+from flashhopper.mod_call import Mods
 from flashhopper.problem import RaggedTensors
 
 
@@ -56,6 +57,7 @@ def attention(
     *,
     learnable_sink: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    mods: Mods | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`flashhopper.reference.attention` of each sequence, differentiable; the lengths are read and checked.
@@ -75,7 +77,8 @@ def attention(
     per_sequence = alibi_slopes is not None and alibi_slopes.dim() == 2
     for i, (rest, *parts) in enumerate(zip(unused, q_parts, k_parts, v_parts, strict=True)):
         slopes = alibi_slopes[i] if per_sequence and alibi_slopes is not None else alibi_slopes
-        out, lse = reference.attention(*(x[None] for x in parts), alibi_slopes=slopes, **options)
+        given: dict[str, Any] = options | {"alibi_slopes": slopes, "mods": mods, "first_batch": i}
+        out, lse = reference.attention(*(x[None] for x in parts), **given)
         outs += [out[0], out.new_zeros(rest, *out.shape[2:])]
         lses += [lse[0], lse.new_full((lse.shape[1], rest), -math.inf)]
     # Also without any row: so the result depends on q, k, v and the sink for autograd, however few sequences there are.

@@ -235,7 +235,7 @@ def copy_package(tmp_path: Path) -> Path:
     return package
 
 
-@pytest.mark.parametrize("path", ["config.py", "kernel_binary.py", "kernels/mask.py", "kernels/new.py"])
+@pytest.mark.parametrize("path", ["config.py", "programs.py", "slopes.py", "kernels/mask.py", "kernels/new.py"])
 def test_source_digest_sees_each_source(path: str, tmp_path: Path) -> None:
     package = copy_package(tmp_path)
     before = source_digest(package)

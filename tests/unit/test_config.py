@@ -24,6 +24,7 @@ from flashhopper.config import (
     PreprocessSpec,
 )
 from flashhopper.heuristics import BACKWARD_TABLE, BackwardRow
+from flashhopper.programs import trace_mask, trace_score
 
 D128 = ForwardConfig(tile_m=128, tile_n=128)
 
@@ -214,14 +215,16 @@ def test_every_field_is_part_of_the_key() -> None:
 
 def test_every_feature_is_part_of_the_key_and_of_the_name() -> None:
     names = [field.name for field in fields(Features)]
-    sets = [Features(**({"window": True} if name == "chunk" else {}) | {name: True}) for name in names]
+    score, mask = trace_score(lambda score, *_: score * 2, ()), trace_mask(lambda *_: False, ())
+    values = dict.fromkeys(names, True) | {"score_mod": score, "mask_mod": mask}
+    sets = [Features(**({"window": True} if name == "chunk" else {}) | {name: values[name]}) for name in names]
     assert len({Features(), *sets}) == 1 + len(names)
-    full = KernelSpec(**(SPEC | {"causal": False}))
+    full = KernelSpec(**(SPEC | {"causal": False, "config": replace(D128, softmax="exact")}))
     specs = [replace(full, features=features) for features in sets]
     assert [spec.name for spec in specs] == [
         "fwd_bfloat16_d128x128_window_128x128",
         "fwd_bfloat16_d128x128_window_chunk_128x128",
-        *(f"fwd_bfloat16_d128x128_full_{name}_128x128" for name in ("softcap", "alibi", "sink", "ragged")),
+        *(f"fwd_bfloat16_d128x128_full_{name}_128x128" for name in names[2:]),
     ]
 
 
@@ -230,6 +233,8 @@ def test_features_that_exclude_each_other() -> None:
         Features(chunk=True)
     with pytest.raises(ConfigError, match="causal with a window"):
         KernelSpec(**(SPEC | {"causal": True, "features": Features(window=True)}))
+    with pytest.raises(ConfigError, match="softmax='lazy' with score_mod or mask_mod"):
+        KernelSpec(**(SPEC | {"features": Features(mask_mod=trace_mask(lambda *_: False, ()))}))
     ahead = replace(D128, num_q_stages=2, prefetch_scores=True)
     with pytest.raises(ConfigError, match="prefetch_scores with a window"):
         KernelSpec(**(SPEC | {"causal": False, "config": ahead, "features": Features(window=True)}))

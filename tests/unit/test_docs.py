@@ -17,6 +17,7 @@ NO_MODELS = not all(map(importlib.util.find_spec, ("transformers", "gt_all_minil
 PAGES = [
     "README.md",
     "docs/api.md",
+    "docs/score-mods.md",
     "docs/torch-sdpa.md",
     "docs/context-parallel.md",
     pytest.param("docs/transformers.md", marks=pytest.mark.skipif(NO_MODELS, reason="needs transformers and weights")),

@@ -163,21 +163,24 @@ def test_what_kernels_get_hides_what_the_options_hide(
 
 
 def test_scales() -> None:
-    assert KernelScales.of(problem(softmax_scale=0.5)) == (0.5 * LOG2_E, None)
-    assert KernelScales.of(problem(softmax_scale=0.0)) == (SMALLEST_SCALE, None)
-    assert KernelScales.of(problem(softmax_scale=0.5, softcap=20.0)) == (20.0 * LOG2_E, 0.5 / 20.0)
+    assert KernelScales.of(problem(softmax_scale=0.5)) == (0.5 * LOG2_E, None, None)
+    assert KernelScales.of(problem(softmax_scale=0.0)) == (SMALLEST_SCALE, None, None)
+    assert KernelScales.of(problem(softmax_scale=0.5, softcap=20.0)) == (20.0 * LOG2_E, 0.5 / 20.0, None)
+    assert KernelScales.of(problem(softmax_scale=0.5), True) == (LOG2_E, None, 0.5)
+    assert KernelScales.of(problem(softmax_scale=0.5, softcap=20.0), True) == (LOG2_E, 0.5 / 20.0, 20.0)
 
 
 @pytest.mark.parametrize("options", [{"softmax_scale": 0.5}, {"softmax_scale": 0.5, "softcap": 3.0}])
 def test_slopes_are_in_units_of_scores(options: dict[str, Any]) -> None:
     """What is added to a score, times the factor in front of exp2, is the bias in base 2."""
-    scales = KernelScales.of(problem(**options))
     slopes = torch.tensor([0.25, 1.0])
-    for given_slopes in (slopes, slopes.expand(3, 2)):
+    for has_score_mod, given_slopes in itertools.product((False, True), (slopes, slopes.expand(3, 2))):
+        scales = KernelScales.of(problem(**options), has_score_mod)
         scaled = scales.slopes(given_slopes, 3)
         assert scaled.shape == (3, 2)
         assert scaled.stride(1) == 1
-        torch.testing.assert_close(scaled[1] * scales.scale_log2, -slopes * LOG2_E)
+        unit = scales.unit if scales.unit is not None else 1.0
+        torch.testing.assert_close(scaled[1] * unit * scales.scale_log2, -slopes * LOG2_E)
 
 
 def test_what_a_call_has_of_the_softmax_s_tensors() -> None:

@@ -47,7 +47,7 @@ def kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The autograd function of CUDA tensors, with the reference in place of the kernels."""
 
     def backward(
-        dout: torch.Tensor, *tensors: Any, ragged: None, softmax_tensors: SoftmaxTensors
+        dout: torch.Tensor, *tensors: Any, ragged: None, softmax_tensors: SoftmaxTensors, mods: None
     ) -> tuple[torch.Tensor | None, ...]:
         q, k, v, _, _, _, grad_lse = tensors
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]

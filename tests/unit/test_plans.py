@@ -188,7 +188,7 @@ def test_new_lengths_are_no_new_plan(card: PosedCard) -> None:
         assert schedule[0] is lengths
         assert schedule[-3] == total
         batch = len(ends) - 1
-        records, first_tiles = arguments[-1][-1]
+        records, first_tiles = arguments[-1][4]
         assert (records.shape, first_tiles.shape) == ((2 * batch * launch.RECORD_WORDS,), (2 * batch + 1,))
         assert arguments[0].shape == (1, *q.shape)
         assert arguments[3].data_ptr() == out.data_ptr()

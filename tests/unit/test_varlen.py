@@ -471,7 +471,7 @@ def test_the_lengths_reach_the_backward(monkeypatch: pytest.MonkeyPatch) -> None
     seen: list[RaggedTensors] = []
 
     def backward(
-        dout: torch.Tensor, *saved: Any, ragged: RaggedTensors, softmax_tensors: SoftmaxTensors
+        dout: torch.Tensor, *saved: Any, ragged: RaggedTensors, softmax_tensors: SoftmaxTensors, mods: None
     ) -> tuple[torch.Tensor | None, ...]:
         seen.append(ragged)
         leaves = [x.detach().requires_grad_() for x in saved[:3]]

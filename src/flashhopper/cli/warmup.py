@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flashhopper.compiler import is_cached, warm_kernel
-from flashhopper.config import ELEMENT_BYTES, AnySpec, ConfigError, Features, ScheduleSpec
+from flashhopper.config import ELEMENT_BYTES, PLAIN, SWITCHES, AnySpec, ConfigError, ScheduleSpec
 from flashhopper.disk_cache import DiskCache, cache_dir
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--features",
-        choices=[field.name for field in fields(Features)],
+        choices=SWITCHES,
         nargs="+",
         default=[],
         help="kernels of calls with exactly these, instead of none",
@@ -129,7 +129,8 @@ def run(args: argparse.Namespace) -> int:
     from flashhopper.kernel_list import all_specs
 
     try:
-        features = Features(**dict.fromkeys(args.features, True))
+        switches: dict[str, Any] = dict.fromkeys(args.features, True)
+        features = replace(PLAIN, **switches)
     except ConfigError as error:
         print(f"flashhopper warmup: {error}", file=sys.stderr)
         return 1

@@ -86,6 +86,7 @@ class BackwardCta:
         self.spec, self.rings, self.slot, self.features = spec, rings, slot, features
         self.window = features.key_window(spec.features)
         self.seqlen_q, self.seqlen_k, self.num_heads, self.heads_per_kv_head = extents
+        self.scales_gradients = spec.features.scales_gradients
         self.num_adders = 2 if spec.deterministic else 1  # warps
 
     @cute.jit

@@ -88,11 +88,11 @@ class KeysConsumer(BackwardConsumer):
         stage_K = self.desc_K[None, None, None, place.k_state.stage]
         warpgroup.fence()
         gemm(self.mmas.mma_S, self.acc_S, stage_K, self.desc_Q[None, None, None, state.q.stage], True)
-        lse = self.math.load_rows(self.math.sLSE, state.q.stage)
+        lse = self.load_lse(state.q.stage)
         warpgroup.wait_group(0)
         if number == 0:
             self.turns.pass_tile(0)
-        self.to_probabilities(place, state, number, self.acc_S, lse, self.rP, self.rdS)
+        self.to_probabilities(place, state, number, self.acc_S, lse, self.rP, self.factors(self.rdS))
 
     @cute.jit
     def step(self, place: TilePlace, state, number: Int32):
@@ -115,7 +115,7 @@ class KeysConsumer(BackwardConsumer):
         gemm(self.mmas.mma_dV, self.acc_dV, self.rP, self.desc_dOt[None, None, None, stage_dO], False)
         delta = self.math.load_rows(self.math.sDelta, stage_dO)
         warpgroup.wait_group(1)
-        words_P = packed(self.rP if const_expr(self.cta.features.softcap is None) else self.rdS)
+        words_P = packed(self.rdS if const_expr(self.cta.scales_gradients) else self.rP)
         self.to_score_gradients(place, state, self.acc_S, delta, words_P, self.rdS)
         warpgroup.fence()
         gemm(self.mmas.mma_dK, self.acc_dK, self.rdS, self.desc_Qt[None, None, None, stage_Q], False)

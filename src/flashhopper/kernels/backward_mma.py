@@ -11,7 +11,8 @@ from flashhopper.config import ROWS_PER_WARPGROUP, WARPGROUP_THREADS, BackwardCo
 from flashhopper.kernels import ptx
 from flashhopper.kernels.backward_cta import BackwardCta, KeyTile, TileSlot
 from flashhopper.kernels.backward_epilogue import write_rows
-from flashhopper.kernels.backward_scores import ScoreMath, pack
+from flashhopper.kernels.backward_mods import BlockPlace, GradientMods, in_fours
+from flashhopper.kernels.backward_scores import ScoreMath, pack, packed
 from flashhopper.kernels.cta import Lengths
 from flashhopper.kernels.pipeline import RingState
 from flashhopper.kernels.ragged import Rows
@@ -116,6 +117,7 @@ class BackwardConsumer:
         # The first of this thread's two keys in the tile.
         self.key = ROWS_PER_WARPGROUP * key_group + self.thread // 32 * 16 + self.lane // 4
         self.math = ScoreMath(cta, (tiles.sLSE, tiles.sDelta), scale_log2, self.key, self.lane)
+        self.mods = GradientMods(cta, self.math) if cta.spec.features.has_mods else None
         self.scores_shape = (config.tile_n, config.tile_m)
         self.exchanged_P = tiles.sP[None, self.thread, None]
         is_masked = cta.spec.causal or cta.spec.features.window
@@ -175,7 +177,7 @@ class BackwardConsumer:
             lengths = self.cta.lengths(k_state, self.lane)
             tile = self.cta.key_tile(n_block, lengths)
             head, batch = Int32(0), Int32(0)
-            if const_expr(self.cta.features.alibi is not None):
+            if const_expr(self.cta.features.alibi is not None or self.mods is not None):
                 head, batch = self.head_and_batch(k_state)
             self.clear()
             if tile.num_steps > 0:
@@ -234,27 +236,49 @@ class BackwardConsumer:
         operand_F: cute.Tensor,
     ):
         """S of a step to P, packed for the product with dO. Only blocks that the mask cuts are masked. With softcap
-        ``operand_F`` becomes P times the factor on its gradient."""
+        ``operand_F`` becomes P times the factor on its gradient; so with score_mod, where it is :meth:`factors`."""
         tile = place.tile
         m_block = self.cta.m_block(tile, state.step)
         features = self.cta.features
-        if const_expr(features.softcap is not None):
-            self.math.cap(acc_S, operand_F)
-        if const_expr(features.alibi is not None):
+        if const_expr(self.mods is not None):
             head = place.head * self.cta.heads_per_kv_head + number // tile.num_blocks
-            self.math.add_bias(acc_S, place.n_block, m_block, place.lengths, features.alibi[place.batch, head])
-        self.math.probabilities(acc_S, lse)
-        if self.cta.is_masked(tile, state.step):
-            self.math.hide(acc_S, place.n_block, m_block, place.lengths)
-        pack(acc_S, operand)
-        if const_expr(features.softcap is not None):
-            self.math.cap_gradients(operand_F, operand)
+            block = BlockPlace(place.n_block, m_block, head, place.batch, place.lengths)
+            self.mods.probabilities(acc_S, lse, block, operand, operand_F, lambda: self.cta.rings.Q.wait(state.q))
+        else:
+            if const_expr(features.softcap is not None):
+                self.math.cap(acc_S, operand_F)
+            if const_expr(features.alibi is not None):
+                head = place.head * self.cta.heads_per_kv_head + number // tile.num_blocks
+                self.math.add_bias(acc_S, place.n_block, m_block, place.lengths, features.alibi[place.batch, head])
+            self.math.probabilities(acc_S, lse)
+            if self.cta.is_masked(tile, state.step):
+                self.math.hide(acc_S, place.n_block, m_block, place.lengths)
+            pack(acc_S, operand)
+            if const_expr(features.softcap is not None):
+                self.math.cap_gradients(operand_F, operand)
+
+    @cute.jit
+    def load_lse(self, stage: Int32):
+        """LSE of this thread's rows, in registers or, where functions need them for other things, in shared memory."""
+        lse = self.math.sLSE[None, None, stage]
+        if const_expr(self.mods is None):
+            lse = self.math.load_rows(self.math.sLSE, stage)
+        return lse
+
+    def factors(self, operand_F: cute.Tensor) -> Any:
+        """Registers of an operand as the target of P times the factor on dS, if functions need one."""
+        if self.mods is None:
+            return operand_F
+        return in_fours(packed(operand_F)) if self.cta.scales_gradients else None
 
     @cute.jit
     def to_score_gradients(self, place: TilePlace, state, acc_dP: cute.Tensor, delta: cute.Tensor, words_P, operand):
         """dP of a step to dS, packed for the product with Q."""
-        if self.cta.is_masked(place.tile, state.step):
+        if const_expr(self.mods is not None):
             self.math.hide_gradients(acc_dP, words_P, self.element)
+        else:
+            if self.cta.is_masked(place.tile, state.step):
+                self.math.hide_gradients(acc_dP, words_P, self.element)
         self.math.gradients(acc_dP, words_P, self.element, delta)
         pack(acc_dP, operand)
 

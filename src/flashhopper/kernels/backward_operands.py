@@ -58,12 +58,17 @@ class ValueConsumer(BackwardConsumer):
         stage_K = self.desc_K[None, None, None, place.k_state.stage]
         warpgroup.fence()
         gemm(self.mmas.mma_S, self.acc_S, stage_K, self.desc_Q[None, None, None, state.q.stage], True)
-        lse = self.math.load_rows(self.math.sLSE, state.q.stage)
+        lse = self.load_lse(state.q.stage)
         warpgroup.wait_group(0)
-        self.to_probabilities(place, state, number, self.acc_S, lse, self.rP, self.rF)
-        ptx.named_barrier_wait(BackwardBarrier.P_EMPTY, NUM_CONSUMERS * WARPGROUP_THREADS)
-        exchanged = self.rP if const_expr(self.cta.features.softcap is None) else self.rF
-        self.copy_words(packed(exchanged), self.exchanged_P)
+        if const_expr(self.mods is not None):
+            # What is exchanged is written as it comes: at head_dim 256 no registers are left to collect it.
+            ptx.named_barrier_wait(BackwardBarrier.P_EMPTY, NUM_CONSUMERS * WARPGROUP_THREADS)
+            self.to_probabilities(place, state, number, self.acc_S, lse, self.rP, self.exchanged_P)
+        else:
+            self.to_probabilities(place, state, number, self.acc_S, lse, self.rP, self.rF)
+            ptx.named_barrier_wait(BackwardBarrier.P_EMPTY, NUM_CONSUMERS * WARPGROUP_THREADS)
+            exchanged = self.rP if const_expr(self.cta.features.softcap is None) else self.rF
+            self.copy_words(packed(exchanged), self.exchanged_P)
         self.release(rings.Q, state.q)  # now that all of LSE has been used: see KeyConsumer
         ptx.named_barrier_arrive(BackwardBarrier.P_FULL, NUM_CONSUMERS * WARPGROUP_THREADS)
         rings.dO.wait(state.do)

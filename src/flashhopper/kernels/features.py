@@ -10,6 +10,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 from flashhopper.config import PLAIN, Features
 from flashhopper.kernels.block_range import KeyWindow
 from flashhopper.kernels.mask import ROWS_PER_THREAD
+from flashhopper.kernels.programs import fake_tensor
 from flashhopper.kernels.ragged import SequenceTable
 
 
@@ -26,6 +27,10 @@ class FeatureArgs(NamedTuple):
     """fp32 ``(heads,)``, natural units."""
     sequences: tuple[cute.Tensor, cute.Tensor] | None = None
     """See :class:`SequenceTable`."""
+    score_unit: Float32 | None = None
+    """With a score_mod: the factor that makes scores what it takes, natural units."""
+    mod_tensors: Any = None
+    """What users' functions read, a tuple."""
 
     def key_window(self, features: Features) -> KeyWindow | None:
         if self.window is None:
@@ -96,4 +101,6 @@ def fake_feature_args(features: Features) -> FeatureArgs | None:
         slopes if features.alibi else None,
         sinks if features.sink else None,
         (ints(), ints()) if features.ragged else None,
+        Float32(1.0) if features.score_mod is not None else None,
+        tuple(map(fake_tensor, features.mod_tensors)) or None,
     )

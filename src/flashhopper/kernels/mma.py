@@ -13,6 +13,7 @@ from flashhopper.kernels.block_range import BlockRange
 from flashhopper.kernels.cta import Cta, Lengths
 from flashhopper.kernels.epilogue import Epilogue, Output, Place
 from flashhopper.kernels.features import ScoreModifier
+from flashhopper.kernels.forward_mods import ScoreMods
 from flashhopper.kernels.gemm import gemm
 from flashhopper.kernels.mask import ROWS_PER_THREAD, KeyMask, rows_view
 from flashhopper.kernels.pipeline import WARPS_PER_WARPGROUP, RingState
@@ -66,6 +67,7 @@ class Consumer:
         self.rows_lse = cute.make_rmem_tensor((ROWS_PER_THREAD,), Float32)
         self.mask = KeyMask(config.tile_n, spec.causal, cta.window)
         self.modifier = ScoreModifier(cta.features, config.tile_n)
+        self.mods = ScoreMods(spec.features, cta.features, config.tile_n) if spec.features.has_mods else None
         self.turns = TurnTaking(config.warpgroup_order, config.num_consumer_warpgroups, index)
         is_storing_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS_PER_WARPGROUP == 0
         self.epilogue = Epilogue(cta, output, index, is_storing_warp, self.lane)
@@ -190,21 +192,29 @@ class Consumer:
         if const_expr(self.cta.features.alibi is not None):
             head, batch = (self.mailbox.read(word, q_state.stage, self.lane) for word in (Mailbox.HEAD, Mailbox.BATCH))
             self.modifier.set_rows(row + lengths.k - lengths.q, head, batch, self.lane)
+        if const_expr(self.mods is not None):
+            head, batch = (self.mailbox.read(word, q_state.stage, self.lane) for word in (Mailbox.HEAD, Mailbox.BATCH))
+            self.mods.set_rows(row, head, batch, lengths)
         self.softmax.reset()
         self.begin_item(m_block, q_state)
         self.begin_block(last_block)
         self.modifier.apply(self.rows_S, last_block)
+        if const_expr(self.mods is not None):
+            self.mods.apply(self.rows_S, last_block, self.lane, lambda: self.cta.q_ring.wait(q_state))
         if self.mask.cuts_last_block(lengths.k):
             self.mask.apply(self.rows_S, last_block)
         self.softmax.exact_step(self.rows_S)
         self.convert_p(True)
         self.acc_O.fill(0.0)
         num_right = blocks.num_blocks - blocks.num_left - num_unmasked
+        if const_expr(self.mods is not None):
+            num_right = blocks.num_blocks  # nobody knows what they leave whole
         for j in cutlass.range(1, num_right, unroll=1):
             k_state, v_state = self.one_n_block(q_state, k_state, v_state, last_block - j, True)
-        for j in cutlass.range(num_right, num_right + num_unmasked, unroll=1):
-            k_state, v_state = self.one_n_block(q_state, k_state, v_state, last_block - j, False)
-        if const_expr(self.cta.window is not None):
+        if const_expr(self.mods is None):
+            for j in cutlass.range(num_right, num_right + num_unmasked, unroll=1):
+                k_state, v_state = self.one_n_block(q_state, k_state, v_state, last_block - j, False)
+        if const_expr(self.cta.window is not None and self.mods is None):
             for j in cutlass.range(num_right + num_unmasked, blocks.num_blocks, unroll=1):
                 k_state, v_state = self.one_n_block(q_state, k_state, v_state, last_block - j, True)
         return k_state, v_state
@@ -237,6 +247,8 @@ class Consumer:
         self.cta.k_ring.release(k_state, self.lane)
         rescale = Boolean(True)
         self.modifier.apply(self.rows_S, n_block)
+        if const_expr(self.mods is not None):
+            self.mods.apply(self.rows_S, n_block, self.lane, lambda: self.cta.q_ring.wait(q_state))
         if const_expr(masked):
             self.mask.apply(self.rows_S, n_block)
             self.softmax.exact_step(self.rows_S)
@@ -345,6 +357,8 @@ class Consumer:
         self.normalise(head, batch)
         if const_expr(self.mask.hides_positions):
             self.mask.clear_rows_without_keys(self.rows_O, self.lane)
+        if const_expr(self.mods is not None):
+            self.softmax.clear_rows_without_weight(self.rows_O)
         if const_expr(config.tma_store):
             self.epilogue.write_by_tma(self.acc_O, m_block, place)
         else:

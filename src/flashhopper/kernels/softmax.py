@@ -62,6 +62,14 @@ class ExactSoftmax:
             rows_O[r, None].store(rows_O[r, None].load() * self.scores_scale[r])
 
     @cute.jit
+    def clear_rows_without_weight(self, rows_O: cute.Tensor):
+        """After :meth:`finalize`: zero the rows of O whose weights are all 0. 0 · V is NaN where V is not finite."""
+        if ptx.vote_any((self.scores_scale[0] == 0.0) | (self.scores_scale[1] == 0.0)):
+            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                if self.scores_scale[r] == 0.0:
+                    rows_O[r, None].fill(0.0)
+
+    @cute.jit
     def finalize(self, rows_lse: cute.Tensor, mask: KeyMask, lane: Int32, sink: Float32 | None):
         """Leave 1 / sum in ``scores_scale``, the natural-log LSE in ``rows_lse``; returns whether sums are trusted.
 

@@ -3,6 +3,8 @@
 from typing import Any, ClassVar, Self
 
 import cutlass
+from cutlass._mlir.dialects import arith
+from cutlass.cutlass_dsl import dsl_user_op
 
 
 class DynamicValues:
@@ -47,3 +49,10 @@ def minimum(a: Any, b: Any) -> Any:
 def maximum(a: Any, b: Any) -> Any:
     """The larger of two ints or DSL integers."""
     return cutlass.max(a, b)
+
+
+@dsl_user_op
+def select(condition: Any, a: Any, b: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """a where the condition holds, else b: DSL values of one type, both of which are computed."""
+    chosen, left, right = (x.ir_value(loc=loc, ip=ip) for x in (condition, a, b))
+    return type(a)(arith.select(chosen, left, right, loc=loc, ip=ip))
