@@ -24,6 +24,7 @@ from flashhopper.problem import (
 )
 from flashhopper.reference_fp8 import E4M3, SCALE_KINDS, WHOLE_SEQUENCE, Operands
 from flashhopper.reference_fp8_varlen import Sequences
+from flashhopper.unproven import refuse_unproven
 
 Role = Literal["q", "k", "v"]
 Accumulate = Literal["two_level", "fast"]
@@ -165,6 +166,8 @@ def quantize(
         if x is not None:
             check_source(name, x, lengths.side(name) is not None)
     lengths.check(q, k, v)
+    if any(x.device.type != "cpu" and lengths.side(name) is not None for name, x in given if x is not None):
+        refuse_unproven("FP8 of ragged batches")
     with torch.no_grad():
         quantised = [None if x is None else _quantize(name, x, recipe, lengths.side(name), engine) for name, x in given]
     return Fp8QKV(*quantised)
@@ -310,6 +313,8 @@ def checked_inputs(
         inputs.problem.check_softmax_tensors(softmax_tensors)
     if inputs.problem.device.type != "cpu":
         _refuse_on_cuda(options, softmax_tensors)
+        if ragged is not None or inputs.problem.mask.window is not None:
+            refuse_unproven("FP8 with windows, chunks or ragged batches")
     return inputs
 
 

@@ -238,7 +238,8 @@ class Fp8Row(NamedTuple):
             is_masked = causal or features.window or features.ragged
             config = self.fast if fast else self.two_level_causal if is_masked else self.two_level
             config = replace(config, group_waves=_CAUSAL_WAVES) if is_masked else config
-            config = for_features(config, features)
+            if features.window:
+                config = replace(config, prefetch_scores=False)
             if features.window or (features.ragged and not causal):
                 # At head_dim 256 consumers with 224 registers spill 3 with chunks, and 1 if ragged without a mask.
                 config = replace(config, wide_producer=False)

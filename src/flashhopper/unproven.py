@@ -15,6 +15,6 @@ def refuse_unproven(what: str) -> None:
     """NotImplementedError, unless the user asked for it."""
     if os.environ.get(VARIABLE) != "1":
         raise NotImplementedError(
-            f"{what} is not there yet on CUDA tensors: its kernels compile, but no card has run them. {VARIABLE}=1 uses "
-            "them all the same"
+            f"not there yet on CUDA tensors: {what}. The kernels compile, but no card has run them; {VARIABLE}=1 in the"
+            " environment uses them all the same"
         )
