@@ -179,13 +179,13 @@ def _first_chunk(pattern: _Pattern, q_offset: int | torch.Tensor, device: torch.
 def _check_chunks(pattern: _Pattern, where: _Places, config: Any) -> None:
     """NotImplementedError where the layers would cut other chunks than the mask does."""
     size, of_config = pattern.chunk_size, getattr(config, "attention_chunk_size", None)
-    if of_config != size:
+    if size is None or of_config != size:
         raise NotImplementedError(
             f"the mask is of chunks of {size} keys, the config's attention_chunk_size is {of_config}; {OTHER}"
         )
     if torch.compiler.is_compiling():
         return  # no segments then, and caches that slide begin where they should
-    if where.kv_offset and where.q_offset - where.kv_offset < of_config - 1:
+    if where.kv_offset and where.q_offset - where.kv_offset < size - 1:
         raise NotImplementedError(f"a cache that begins within the first query's chunk is not there; {OTHER}")
     if pattern.segments is not None:
         is_first, positions = first_of_segments(pattern.segments), pattern.positions
