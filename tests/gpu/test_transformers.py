@@ -9,7 +9,7 @@ import pytest
 import torch
 from tolerance import assert_close_on_average
 
-from flashhopper.integrations.transformers import register
+from flashhopper.integrations.transformers import attention, register
 
 transformers = pytest.importorskip("transformers", minversion="4.57", reason="transformers is not installed")
 SIZES = {
@@ -27,6 +27,17 @@ MODELS = {
     "Mistral": ("MistralForCausalLM", "MistralConfig", {"sliding_window": 100}),
     "Gemma 2": ("Gemma2ForCausalLM", "Gemma2Config", {"sliding_window": 100, "query_pre_attn_scalar": 64}),
     "gpt-oss": ("GptOssForCausalLM", "GptOssConfig", {"sliding_window": 100, "num_local_experts": 2}),
+    "Llama 4": (
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        {
+            "attention_chunk_size": 100,
+            "layer_types": ["chunked_attention", "full_attention"],
+            "no_rope_layers": [1, 0],
+            "moe_layers": [],
+            "intermediate_size_mlp": 512,
+        },
+    ),
 }
 
 
@@ -66,6 +77,26 @@ def test_logits_and_gradients(name: str, padded: bool) -> None:
     expected = logits_and_gradients(wide, "eager", batch)
     for x, ref, same_math in zip(mine, expected, low, strict=True):
         assert_close_on_average(x, ref, same_math, factor=2)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Llama 4"])
+def test_layers_that_share_a_mask_do_not_wait_for_the_gpu(name: str) -> None:
+    model = make_model(name).eval().to(torch.bfloat16)
+    model.set_attn_implementation("flashhopper")
+    layer, masks = model.model.layers[0].self_attn, []
+    layer.register_forward_pre_hook(lambda _, args, named: masks.append(named["attention_mask"]), with_kwargs=True)
+    padding = torch.arange(300, device="cuda") >= torch.tensor([[0], [90]], device="cuda")
+    q, k, v = (torch.randn(2, heads, 300, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
+    with torch.no_grad():
+        model(torch.randint(1, 199, (2, 300), device="cuda"), attention_mask=padding)
+        expected, _ = attention(layer, q, k, v, masks[0])
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            out, _ = attention(layer, q, k, v, masks[0])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(out, expected)
+    assert out[padding].abs().max() > 0
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

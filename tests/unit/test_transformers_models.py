@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import builtins
 import copy
+import inspect
 from typing import Any
 
 import pytest
 import torch
 
-from flashhopper.integrations.transformers import attention, mask, register
+from flashhopper.integrations.transformers import attention, register
 
 transformers = pytest.importorskip("transformers", minversion="4.57", reason="transformers is not installed")
 
@@ -26,6 +27,7 @@ TINY = {
     "pad_token_id": 0,
 }
 WINDOW = 5
+CHUNK = 4
 MODELS = {
     "Llama": ("LlamaForCausalLM", "LlamaConfig", {}),
     "Mistral": ("MistralForCausalLM", "MistralConfig", {"sliding_window": WINDOW}),
@@ -38,6 +40,18 @@ MODELS = {
         "GptOssForCausalLM",
         "GptOssConfig",
         {"sliding_window": WINDOW, "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
+    "Llama 4": (
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        {
+            "attention_chunk_size": CHUNK,
+            "layer_types": ["chunked_attention", "full_attention"],
+            "no_rope_layers": [1, 0],
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
     ),
 }
 ROUNDING = {"atol": 1e-5, "rtol": 1e-5}  # of fp32 models
@@ -83,6 +97,8 @@ def test_logits(name: str, side: str | None) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_sequences(name: str) -> None:
     """Two sequences in one row, told apart by their positions."""
+    if name == "Llama 4" and not hasattr(transformers.masking_utils, "remap_positions_for_packed_sequence"):
+        pytest.skip("this Transformers counts chunks of packed sequences from the row's first token")
     model = make_model(name)
     ids = torch.randint(1, 97, (1, 12))
     positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
@@ -113,6 +129,28 @@ def test_generating_with_a_cache(name: str, cache: str, side: str | None) -> Non
         for implementation in ("flashhopper", "eager")
     )
     torch.testing.assert_close(mine, expected, **ROUNDING)
+
+
+@pytest.mark.parametrize("side", ["left", None])
+@pytest.mark.parametrize("cache", ["DynamicCache", "StaticCache"])
+@pytest.mark.parametrize("name", MODELS)
+def test_several_tokens_at_once_after_a_cache(name: str, cache: str, side: str | None) -> None:
+    """As a chat goes on: windows and chunks begin among the keys of the cache."""
+    model = make_model(name)
+    ids, real = padded_batch("left")
+    sizes = {"max_cache_len": 16} if cache == "StaticCache" else {}
+    cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    logits = []
+    for implementation in ("flashhopper", "eager"):
+        with_attention(model, implementation)
+        kept = getattr(transformers, cache)(config=model.config, **sizes)
+        parts = []
+        for start, end in ((0, 6), (6, 7), (7, 12)):
+            options: dict[str, Any] = {cache_name: kept, "use_cache": True}
+            options |= {} if side is None else {"attention_mask": real[:, :end].long()}
+            parts.append(model(ids[:, start:end], **options).logits)
+        logits.append(torch.cat(parts, dim=1)[torch.ones_like(real) if side is None else real])
+    torch.testing.assert_close(*logits, **ROUNDING)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -184,41 +222,6 @@ def test_what_is_not_there_is_an_error(options: dict[str, Any], message: str) ->
     q, k, v = (torch.randn(1, 2, 5, 16) for _ in range(3))
     with pytest.raises(NotImplementedError, match=message):
         attention(torch.nn.Module(), q, k, v, **({"attention_mask": None} | options))
-
-
-def test_a_mask_of_more_than_padding_is_an_error() -> None:
-    masks = pytest.importorskip("transformers.masking_utils")
-    images = masks.or_masks(masks.causal_mask_function, masks.sliding_window_overlay(3))
-    with pytest.raises(NotImplementedError, match="or_masks"):
-        mask(1, kv_length=5, q_length=5, mask_function=images)
-    with pytest.raises(NotImplementedError, match="more than flashhopper can express"):
-        mask(1, kv_length=5, q_length=5, mask_function=lambda b, h, q, k: q == k)
-    chunked = masks.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64))
-    with pytest.raises(NotImplementedError, match="chunked attention of 4 keys"):
-        mask(1, kv_length=5, q_length=5, mask_function=chunked)
-    assert mask(1, kv_length=4, q_length=4, mask_function=chunked) is None
-
-
-def test_a_static_cache_hides_the_places_without_keys() -> None:
-    """With or without padding, and also when asked by positions, as Transformers 4.5x does."""
-    causal = pytest.importorskip("transformers.masking_utils").causal_mask_function
-    asked = {"kv_length": 6, "mask_function": causal}
-    assert mask(1, q_length=2, q_offset=1, **asked).tolist() == [[1, 1, 1, -1, -1, -1]]
-    assert mask(1, cache_position=torch.tensor([1, 2]), **asked).tolist() == [[1, 1, 1, -1, -1, -1]]
-    padding = torch.tensor([[False, True, True]])
-    assert mask(1, q_length=2, q_offset=1, attention_mask=padding, **asked).tolist() == [[0, 1, 1, -1, -1, -1]]
-    assert mask(1, q_length=2, q_offset=4, **asked) is None
-
-
-def test_a_sliding_cache_shows_the_last_places_however_often_it_is_asked() -> None:
-    """``generate`` hands a mask that it has got to the model, which asks for a mask of it."""
-    causal = pytest.importorskip("transformers.masking_utils").causal_mask_function
-    asked = {"q_length": 1, "q_offset": 9, "kv_length": 4, "kv_offset": 6, "mask_function": causal}
-    padding = torch.arange(10)[None] >= 8
-    once = mask(1, attention_mask=padding, **asked)
-    assert once is not None
-    assert once.tolist() == [[0, 0, 1, 1]]
-    assert mask(1, attention_mask=once, **asked).tolist() == [[0, 0, 1, 1]]
 
 
 def test_without_transformers_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
