@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -67,3 +68,21 @@ class Batch(NamedTuple):
             "seqused_q": self.q.seqused(device),
             "seqused_k": self.k.seqused(device),
         }
+
+
+SHORT = [random.Random(7).randint(0, 40) for _ in range(100)]
+AROUND_TILES = [127, 128, 129, 64, 65, 1, 192, 176]
+BATCHES: dict[str, Batch] = {
+    "equal": Batch(Side([300, 300]), Side([300, 300])),
+    "last alone": Batch(Side([0, 0, 1023]), Side([0, 1, 2045])),
+    "no queries, keys": Batch(Side([0, 5, 0]), Side([300, 200, 77])),
+    "queries, no keys": Batch(Side([300, 200, 77]), Side([0, 5, 0])),
+    "no keys at all": Batch(Side([130, 70]), Side([0, 0])),
+    "one long, many short": Batch(Side([1, 3000, 3, 0, 257, 64, 2]), Side([700, 2500, 1, 90, 257, 0, 2])),
+    "many short": Batch(Side(SHORT), Side(SHORT[::-1])),
+    "around tiles": Batch(Side(AROUND_TILES), Side(AROUND_TILES[::-1])),
+    "more queries than keys": Batch(Side([400, 300]), Side([150, 20])),
+    "rows outside": Batch(Side([100, 200], outside=300), Side([150, 90], outside=170)),
+    "bounds of no sequence": Batch(Side([100, 50, 200]), Side([150, 90, 10]), slack=5000),
+    "used": Batch(Side([300, 200, 64], used=[130, 0, 64], outside=5), Side([400, 90, 70], used=[129, 90, 0])),
+}

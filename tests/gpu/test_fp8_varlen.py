@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fp8_checks import compare, same_bits
-from ragged import Batch, Side
+from ragged import BATCHES, Batch, Side
 from tolerance import root_mean_square
 
 from flashhopper import (
@@ -34,23 +34,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "causal window": {"window_size": (64, 0), "causal": True},
     "chunks": {"attention_chunk": 96, "causal": True},
 }
-SHORT = [random.Random(7).randint(0, 40) for _ in range(100)]
-AROUND_TILES = [127, 128, 129, 64, 65, 1, 192, 176]
-BATCHES: dict[str, Batch] = {
-    "equal": Batch(Side([300, 300]), Side([300, 300])),
-    "last alone": Batch(Side([0, 0, 1023]), Side([0, 1, 2045])),
-    "no queries, keys": Batch(Side([0, 5, 0]), Side([300, 200, 77])),
-    "queries, no keys": Batch(Side([300, 200, 77]), Side([0, 5, 0])),
-    "no keys at all": Batch(Side([130, 70]), Side([0, 0])),
-    "one long, many short": Batch(Side([1, 3000, 3, 0, 257, 64, 2]), Side([700, 2500, 1, 90, 257, 0, 2])),
-    "many short": Batch(Side(SHORT), Side(SHORT[::-1])),
-    "around tiles": Batch(Side(AROUND_TILES), Side(AROUND_TILES[::-1])),
-    "more queries than keys": Batch(Side([400, 300]), Side([150, 20])),
-    "rows outside": Batch(Side([100, 200], outside=300), Side([150, 90], outside=170)),
-    "bounds of no sequence": Batch(Side([100, 50, 200]), Side([150, 90, 10]), slack=5000),
-    "used": Batch(Side([300, 200, 64], used=[130, 0, 64], outside=5), Side([400, 90, 70], used=[129, 90, 0])),
-    "no sequence": Batch(Side([], outside=130), Side([], outside=70)),
-}
+OF_FP8: dict[str, Batch] = BATCHES | {"no sequence": Batch(Side([], outside=130), Side([], outside=70))}
 NAMES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 
 
@@ -112,7 +96,7 @@ def check(batch: Batch, tensors: list[torch.Tensor], accumulate: Any = "two_leve
     "kind, center, dtype", [("power_of_two", True, BF16), ("amax", True, FP16), ("amax", False, BF16)]
 )
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 192, 256])
-@pytest.mark.parametrize("batch", BATCHES.values(), ids=list(BATCHES))
+@pytest.mark.parametrize("batch", OF_FP8.values(), ids=list(OF_FP8))
 def test_the_quantisers_agree_in_every_bit(batch: Batch, head_dim: int, kind: Any, center: bool, dtype: Any) -> None:
     q, _, v = inputs(batch, dims=(head_dim, head_dim), dtype=dtype)
     if batch.k.owned and batch.k.counted[0] > 3:
@@ -132,7 +116,7 @@ def test_the_quantisers_agree_in_every_bit(batch: Batch, head_dim: int, kind: An
     assert [same_bits(a, b) for a, b in zip(values, expected_values, strict=True)] == [True] * 3
 
 
-@pytest.mark.parametrize("batch", BATCHES.values(), ids=list(BATCHES))
+@pytest.mark.parametrize("batch", OF_FP8.values(), ids=list(OF_FP8))
 def test_raw_values_are_transposed(batch: Batch) -> None:
     data = torch.randn(batch.k.total, 3, 80).to(E4M3)
     leave_nan_behind()
@@ -144,7 +128,7 @@ def test_raw_values_are_transposed(batch: Batch) -> None:
 
 
 @pytest.mark.parametrize("masks", MASKS.values(), ids=list(MASKS))
-@pytest.mark.parametrize("batch", BATCHES.values(), ids=list(BATCHES))
+@pytest.mark.parametrize("batch", OF_FP8.values(), ids=list(OF_FP8))
 def test_batches(batch: Batch, masks: dict[str, Any]) -> None:
     check(batch, inputs(batch), **masks)
 

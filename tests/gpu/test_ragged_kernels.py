@@ -24,7 +24,7 @@ from feature_checks import (
     run,
     take,
 )
-from ragged import Batch, Side
+from ragged import BATCHES, Batch, Side
 
 from flashhopper import flash_attn_func, flash_attn_varlen_func, flash_attn_varlen_qkvpacked_func
 from flashhopper.problem import AttentionOptions
@@ -41,22 +41,6 @@ FEATURES: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 8.0, "causal": True},
 }
 
-SHORT = [random.Random(7).randint(0, 40) for _ in range(100)]
-AROUND_TILES = [127, 128, 129, 64, 65, 1, 192, 176]
-BATCHES: dict[str, Batch] = {
-    "equal": Batch(Side([300, 300]), Side([300, 300])),
-    "last alone": Batch(Side([0, 0, 1023]), Side([0, 1, 2045])),
-    "no queries, keys": Batch(Side([0, 5, 0]), Side([300, 200, 77])),
-    "queries, no keys": Batch(Side([300, 200, 77]), Side([0, 5, 0])),
-    "no keys at all": Batch(Side([130, 70]), Side([0, 0])),
-    "one long, many short": Batch(Side([1, 3000, 3, 0, 257, 64, 2]), Side([700, 2500, 1, 90, 257, 0, 2])),
-    "many short": Batch(Side(SHORT), Side(SHORT[::-1])),
-    "around tiles": Batch(Side(AROUND_TILES), Side(AROUND_TILES[::-1])),
-    "more queries than keys": Batch(Side([400, 300]), Side([150, 20])),
-    "rows outside": Batch(Side([100, 200], outside=300), Side([150, 90], outside=170)),
-    "bounds of no sequence": Batch(Side([100, 50, 200]), Side([150, 90, 10]), slack=5000),
-    "used": Batch(Side([300, 200, 64], used=[130, 0, 64], outside=5), Side([400, 90, 70], used=[129, 90, 0])),
-}
 EMPTY: dict[str, Batch] = {
     "no sequence": Batch(Side([]), Side([])),
     "total 0": Batch(Side([0, 0]), Side([0, 0])),
