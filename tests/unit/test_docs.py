@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from flashhopper.unproven import VARIABLE
+
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NO_COMPILER = not any(map(shutil.which, ("c++", "g++", "clang++")))
@@ -17,6 +19,7 @@ NO_MODELS = not all(map(importlib.util.find_spec, ("transformers", "gt_all_minil
 PAGES = [
     "README.md",
     "docs/api.md",
+    "docs/fp8.md",
     "docs/score-mods.md",
     "docs/torch-sdpa.md",
     "docs/context-parallel.md",
@@ -37,5 +40,6 @@ def run_page(page: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
-def test_page(page: str) -> None:
+def test_page(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "1")  # on a machine with a card pages run there
     run_page(page)
