@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from backward_checks import Incoming
-from checks import BF16, FP16, Shape, Tensors, dense, guarded_inputs, random_inputs
+from checks import BF16, FP16, Shape, Tensors, dense, guarded_inputs, random_inputs, redone_tiles
 from feature_checks import Call, Outcome, assert_same, check, compare, count_differing, incoming_of, run, take
 
 from flashhopper.problem import AttentionOptions
@@ -281,3 +281,12 @@ def test_nothing_past_the_ends_is_read() -> None:
             incoming = incoming_of(tensors)
             call = call_of(features | {"deterministic": True})
             assert_same(run(dense(tensors), call, incoming), check(tensors, call, incoming))
+
+
+def test_rows_past_the_end_redo_no_tile() -> None:
+    """With a narrow window they see no key, so that their sums are 0: that is not a failure of the lazy maximum."""
+    for features in ({"window_size": (16, 0)}, {"window_size": (5, 3)}, {"attention_chunk": 32}):
+        tensors = random_inputs(with_lengths((333, 333), Shape(2, 333, 333, 6, 2, 64, 64)))
+        before = redone_tiles()
+        check(tensors, call_of(features))
+        assert redone_tiles() == before

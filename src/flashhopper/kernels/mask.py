@@ -64,13 +64,17 @@ class KeyMask:
         return (seqlen_k % self.tile_n != 0) | (seqlen_k == 0)
 
     def sees_no_key(self, r: int, lane: Int32):
-        """Whether row ``r`` of this thread has no visible key at all."""
-        return self.end_key[r] + 2 * (lane % 4) <= 0
+        """Whether row ``r`` of this thread has no visible key at all. With a window rows far enough past the last query
+        have none either."""
+        sees_none = self.end_key[r] + 2 * (lane % 4) <= 0
+        if self.window is not None:
+            sees_none = sees_none | (self.end_key[r] <= self.first_key[r])
+        return sees_none
 
     @cute.jit
     def clear_rows_without_keys(self, rows_O: cute.Tensor, lane: Int32):
         """Zero the rows of O that see no key: their P is 0, but 0 · V is NaN where V is not finite."""
-        if ptx.vote_any(self.sees_no_key(0, lane)):  # row 0 of a thread sees no more than its row 1
+        if ptx.vote_any(self.sees_no_key(0, lane)):  # a query in row 0 sees no more than one in row 1
             for r in cutlass.range_constexpr(ROWS_PER_THREAD):
                 if self.sees_no_key(r, lane):
                     rows_O[r, None].fill(0.0)
