@@ -227,7 +227,7 @@ class _Fp8Plan:
             workspace = scheduler_workspace(p.device.index)
             features = None
             if self.spec.features != PLAIN:  # in the order of kernels.features.FeatureArgs
-                features = (self.window, None, None, None, sequences)
+                features = (self.window, None, None, None, sequences, None, None)
             numbers = *log2_rows, self.scale_log2, self.max_ctas
             self.kernel(q, k, v, *tensors[3:5], workspace, *tensors[5:], v_scale, v_mean, *numbers, features)
         return out, lse

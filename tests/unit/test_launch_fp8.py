@@ -13,6 +13,7 @@ from ragged import Batch, Side
 from flashhopper import launch, launch_fp8, quantize_fp8
 from flashhopper.config import Features, KernelSpec, QuantizeRowsSpec, QuantizeValuesSpec, ScheduleSpec, ValueScalesSpec
 from flashhopper.fp8 import Descales, checked_inputs
+from flashhopper.kernels.features import FeatureArgs
 from flashhopper.problem import AttentionOptions, RaggedTensors, SoftmaxTensors
 from flashhopper.reference_fp8 import E4M3
 from flashhopper.reference_fp8_varlen import Sequences
@@ -63,7 +64,7 @@ def test_a_dense_call_with_a_window(calls: Calls) -> None:
         (2, 2, 64),
         (2, 2, 64),
     ]
-    assert arguments[-1] == ((9, launch.UNBOUNDED, 1), None, None, None, None)
+    assert arguments[-1] == FeatureArgs(window=(9, launch.UNBOUNDED, 1))
     assert arguments[-5:-3] == (6, 7)
     assert (out.shape, lse.shape) == ((2, 100, 4, 48), (2, 4, 100))
 
@@ -89,8 +90,11 @@ def test_a_ragged_call(calls: Calls) -> None:
         (3, 2, 64),
         (3, 2, 64),
     ]
-    assert arguments[-1][:4] == (None,) * 4
-    assert arguments[-1][4][0] is of_schedule[4]
+    features = FeatureArgs(*arguments[-1])
+    assert len(arguments[-1]) == len(FeatureArgs._fields)
+    assert features.sequences is not None
+    assert features.sequences[0] is of_schedule[4]
+    assert features == FeatureArgs(sequences=features.sequences)
     assert (out.shape, lse.shape) == ((113, 4, 64), (4, 113))
     assert arguments[3].data_ptr() == out.data_ptr()
 

@@ -69,10 +69,13 @@ class KeysConsumer(BackwardConsumer):
     def skip(self, place: TilePlace, state, number: Int32):
         """A step in which these keys are not seen: nothing but zeros for the dQ warpgroup."""
         self.cta.rings.Q.wait(state.q)
+        slot = place.k_state.stage
         if number == 0:
-            self.turns.await_tile(0)
-            self.turns.pass_tile(0)
+            self.turns.await_tile(slot)
+            self.turns.pass_tile(slot)
         self.release(self.cta.rings.Q, state.q)
+        # Even if no step needs it: a tile further, with the other stage of K, its next phase would pass for this one.
+        self.cta.rings.V.wait(place.v_state)
         self.cta.rings.dO.wait(state.do)
         self.release(self.cta.rings.dO, state.do)
         self.rdS.fill(0.0)
@@ -83,15 +86,16 @@ class KeysConsumer(BackwardConsumer):
     def compute_probabilities(self, place: TilePlace, state, number: Int32):
         """Sᵀ = K Qᵀ and P of a step, in turn with the other consumer if the order asks for it."""
         self.cta.rings.Q.wait(state.q)
+        slot = place.k_state.stage
         if number == 0:
-            self.turns.await_tile(0)
-        stage_K = self.desc_K[None, None, None, place.k_state.stage]
+            self.turns.await_tile(slot)
+        stage_K = self.desc_K[None, None, None, slot]
         warpgroup.fence()
         gemm(self.mmas.mma_S, self.acc_S, stage_K, self.desc_Q[None, None, None, state.q.stage], True)
         lse = self.load_lse(state.q.stage)
         warpgroup.wait_group(0)
         if number == 0:
-            self.turns.pass_tile(0)
+            self.turns.pass_tile(slot)
         self.to_probabilities(place, state, number, self.acc_S, lse, self.rP, self.factors(self.rdS))
 
     @cute.jit

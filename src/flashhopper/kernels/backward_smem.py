@@ -16,10 +16,11 @@ from flashhopper.kernels.smem import TILE_ALIGNMENT
 class BackwardBarrier(IntEnum):
     """Named barriers by number (0 is ``sync_threads``)."""
 
-    TURN = 1  # and 2, one per consumer: its turn to issue GEMMs
+    TURN = 1  # and 2, one per consumer: its turn to issue GEMMs, in tiles with K's first stage
     P_FULL = 3  # split="operands": P is in the exchange tile …
     P_EMPTY = 4  # … and has been read
     ADD = 5  # and 6, one per warp that adds, if deterministic: its turn at the staging ring
+    TURN_SLOT_1 = 7  # and 8, in tiles with K's second stage: see turns.turn_barrier
 
 
 class BackwardLayouts(NamedTuple):

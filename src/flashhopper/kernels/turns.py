@@ -13,7 +13,8 @@ SLOTS = 2  # of the mailbox, at most
 
 
 def turn_barrier(warpgroup: Any, slot: Any, base: int = NamedBarrier.TURN) -> Any:
-    """The barrier that gives a warpgroup its turn: in the forward 1 to 3 for the mailbox's slot 0, 7 to 9 for slot 1.
+    """The barrier that gives a warpgroup its turn: in the forward 1 to 3 for the mailbox's slot 0, 7 to 9 for slot 1;
+    in the backward 1 and 2 for tiles with K's stage 0, 7 and 8 for those with stage 1.
 
     One per slot, since a warpgroup may be a whole item ahead of the next one: the turn it passes must not complete the
     barrier of the item before. It cannot be two ahead: a slot is used again only when every warpgroup released it.
@@ -53,7 +54,7 @@ class TurnTaking:
 
     @cute.jit
     def await_tile(self, slot: Int32):
-        """``slot``: the item's in the mailbox."""
+        """``slot``: the item's in the mailbox; in the backward K's stage."""
         if const_expr(self.stagger):
             if self.index > 0:
                 ptx.named_barrier_wait(turn_barrier(self.index, slot, self.base), 2 * WARPGROUP_THREADS)
