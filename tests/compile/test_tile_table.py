@@ -16,6 +16,8 @@ from flashhopper.config import (
     AnySpec,
     BackwardSpec,
     KernelSpec,
+    PostprocessSpec,
+    PreprocessSpec,
 )
 from flashhopper.inspect_kernel import compile_report
 from flashhopper.kernel_list import backward_specs, forward_specs
@@ -79,6 +81,10 @@ def test_backward_kernel(spec: AnySpec, monkeypatch: pytest.MonkeyPatch) -> None
     in_local_memory = (report.spill_bytes, report.stack_bytes, report.local_loads, report.local_stores)
     assert in_local_memory == (0, 0, 0, 0), "spill bytes, stack bytes, local loads, local stores"
     assert not {code for code in report.remark_codes if code.startswith("C75")}, report.remarks
+    # griddepcontrol.wait and .launch_dependents: each kernel waits for the one before and lets the next one in.
+    waits, lets_in = report.opcodes.get("ACQBULK", 0), report.opcodes.get("PREEXIT", 0)
+    assert (waits > 0) == (not isinstance(spec, PreprocessSpec))
+    assert lets_in == (not isinstance(spec, PostprocessSpec))
     if not isinstance(spec, BackwardSpec):  # elementwise kernels: 16 bytes at a time
         assert report.opcodes.get("HGMMA", 0) == 0
         assert report.opcodes.get("LDG", 0) >= 2
