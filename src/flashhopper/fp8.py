@@ -24,7 +24,6 @@ from flashhopper.problem import (
 )
 from flashhopper.reference_fp8 import E4M3, SCALE_KINDS, WHOLE_SEQUENCE, Operands
 from flashhopper.reference_fp8_varlen import Sequences
-from flashhopper.unproven import refuse_unproven
 
 Role = Literal["q", "k", "v"]
 Accumulate = Literal["two_level", "fast"]
@@ -52,7 +51,7 @@ class Fp8Tensor:
     """Of the tensor that was quantised, and so of attention's result."""
     rows_per_scale: int
     mean: torch.Tensor | None = None
-    """v: what was subtracted from each channel, fp32 ``(batch, heads, head_dim_v)``."""
+    """v: what was subtracted from each channel, fp32 ``(batch, heads, head_dim_v)``; None if nothing was."""
     hadamard_seed: int | None = None
     """q and k: of the random signs before the Hadamard transform; None without transform."""
     sequences: Sequences | None = None
@@ -166,8 +165,6 @@ def quantize(
         if x is not None:
             check_source(name, x, lengths.side(name) is not None)
     lengths.check(q, k, v)
-    if any(x.device.type != "cpu" and lengths.side(name) is not None for name, x in given if x is not None):
-        refuse_unproven("FP8 of ragged batches")
     with torch.no_grad():
         quantised = [None if x is None else _quantize(name, x, recipe, lengths.side(name), engine) for name, x in given]
     return Fp8QKV(*quantised)
@@ -183,6 +180,7 @@ def _quantize(role: Role, x: torch.Tensor, recipe: Fp8Recipe, sequences: Sequenc
     rows, shape = ROWS_PER_SCALE[role], tuple(x.shape)
     if role == "v":
         data, scale, mean = engine.quantize_values(x, recipe.scales, recipe.center_v, sequences)
+        mean = mean if recipe.center_v else None
         return Fp8Tensor(role, data, scale, shape, x.dtype, rows, mean=mean, sequences=sequences)
     seed = recipe.seed if recipe.hadamard else None
     data, scale = engine.quantize_rows(x, rows, recipe.scales, seed, sequences)
@@ -313,8 +311,6 @@ def checked_inputs(
         inputs.problem.check_softmax_tensors(softmax_tensors)
     if inputs.problem.device.type != "cpu":
         _refuse_on_cuda(options, softmax_tensors)
-        if ragged is not None or inputs.problem.mask.window is not None:
-            refuse_unproven("FP8 with windows, chunks or ragged batches")
     return inputs
 
 
@@ -387,7 +383,8 @@ def _quantized_inputs(
     def operands() -> Operands:
         mean = torch.zeros_like(v.scale) if v.mean is None else v.mean
         scales = q.scale, k.scale, v.scale, mean
-        return Operands(q.data, k.data, v.data, *scales, q.rows_per_scale, k.rows_per_scale, problem.rows_k)
+        rows = q.rows_per_scale, k.rows_per_scale, problem.rows_k
+        return Operands(q.data, k.data, v.data, *scales, *rows, is_centered=v.mean is not None)
 
     return _Inputs(problem, operands, ragged)
 

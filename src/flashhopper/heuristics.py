@@ -216,7 +216,8 @@ def features_of(
 
 class Fp8Row(NamedTuple):
     """Serves e4m3 inputs of head dims up to ``head_dim`` and ``head_dim_v``: with two levels of accumulation, without a
-    mask and with a causal one, and with ``fp8_accumulate="fast"``."""
+    mask and with a causal one, and with ``fp8_accumulate="fast"``. Where the second level is a flush, it may come
+    after ``centered_flush_blocks`` if V is centred: what has been summed up by then is small."""
 
     head_dim: int
     head_dim_v: int
@@ -224,12 +225,14 @@ class Fp8Row(NamedTuple):
     two_level_causal: ForwardConfig
     fast: ForwardConfig
     reason: str
+    centered_flush_blocks: int | None = None
 
     def spec(
         self,
         out_dtype: Dtype,
         causal: bool,
         fast: bool,
+        is_centered: bool = False,
         config: ForwardConfig | None = None,
         features: Features = PLAIN,
     ) -> KernelSpec:
@@ -238,6 +241,8 @@ class Fp8Row(NamedTuple):
             is_masked = causal or features.window or features.ragged
             config = self.fast if fast else self.two_level_causal if is_masked else self.two_level
             config = replace(config, group_waves=_CAUSAL_WAVES) if is_masked else config
+            if is_centered and config.flush_blocks and self.centered_flush_blocks:
+                config = replace(config, flush_blocks=self.centered_flush_blocks)
             if features.window:
                 config = replace(config, prefetch_scores=False)
             if features.window or (features.ragged and not causal):
@@ -303,16 +308,21 @@ FP8_TABLE: tuple[Fp8Row, ...] = (
         replace(_FP8_D256, flush_blocks=16),
         replace(_FP8_D256, num_stages=3),
         "1097 and 1029, every 32 blocks 1137 and 1074; in chunks of 64 columns 873 and 740; fast 1359 and 1097, "
-        "staggered 1160 and 992; 128 keys spill even with one level",
+        "staggered 1160 and 992; 128 keys spill even with one level; V centred: every 32 blocks 1149 and 1137 "
+        "(causal) at 16k against 1093 and 1080, with the same error",
+        centered_flush_blocks=32,
     ),
 )
 
 
-def select_fp8_spec(problem: AttentionProblem, fast: bool, config: ForwardConfig | None = None) -> KernelSpec:
-    """The FP8 kernel for a validated problem, whose dtype is that of the output; ``config`` overrides the table's."""
+def select_fp8_spec(
+    problem: AttentionProblem, fast: bool, is_centered: bool = False, config: ForwardConfig | None = None
+) -> KernelSpec:
+    """The FP8 kernel for a validated problem, whose dtype is that of the output. ``is_centered``: V is. ``config``
+    overrides the table's."""
     for row in FP8_TABLE:
         if problem.head_dim <= row.head_dim and problem.head_dim_v <= row.head_dim_v:
-            return row.spec(DTYPES[problem.dtype], problem.mask.causal, fast, config, features_of(problem))
+            return row.spec(DTYPES[problem.dtype], problem.mask.causal, fast, is_centered, config, features_of(problem))
     raise AssertionError(f"no row of FP8_TABLE covers {problem}")
 
 

@@ -101,11 +101,12 @@ def backward_specs(features: Features = PLAIN) -> list[AnySpec]:
 def fp8_specs(features: Features = PLAIN) -> list[KernelSpec]:
     """Every kernel that ``heuristics.select_fp8_spec`` can choose for calls with exactly these features."""
     return [
-        row.spec(dtype, causal, fast, features=features)
+        row.spec(dtype, causal, fast, is_centered, features=features)
         for row in FP8_TABLE
         for dtype in DTYPES.values()
         for causal, _ in _masks(features)
         for fast in (False, True)
+        for is_centered in ((False, True) if row.centered_flush_blocks and not fast else (True,))
     ]
 
 

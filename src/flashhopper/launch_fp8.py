@@ -165,12 +165,12 @@ def forward(
     Returns out ``(batch, seqlen_q, heads, head_dim_v)`` and LSE ``(batch, heads, seqlen_q)`` fp32; of a ragged batch
     ``(total_q, heads, head_dim_v)`` and ``(heads, total_q)``.
     """
-    return _plan(problem, fast, config)(operands, ragged)
+    return _plan(problem, fast, operands.is_centered, config)(operands, ragged)
 
 
 @lru_cache(maxsize=4096)
-def _plan(problem: AttentionProblem, fast: bool, config: ForwardConfig | None) -> _Fp8Plan:
-    return _Fp8Plan(problem, fast, config)
+def _plan(problem: AttentionProblem, fast: bool, is_centered: bool, config: ForwardConfig | None) -> _Fp8Plan:
+    return _Fp8Plan(problem, fast, is_centered, config)
 
 
 def _log2(rows: int) -> int:
@@ -183,14 +183,14 @@ def _log2(rows: int) -> int:
 class _Fp8Plan:
     """A compiled kernel and all that does not change between two calls with the same problem."""
 
-    def __init__(self, problem: AttentionProblem, fast: bool, config: ForwardConfig | None):
+    def __init__(self, problem: AttentionProblem, fast: bool, is_centered: bool, config: ForwardConfig | None):
         num_sms = hopper_multiprocessors(problem.device)
         margin = problem.options.sm_margin
         if margin >= num_sms:
             raise ValueError(f"sm_margin is {margin}; the card has {num_sms} SMs, at least 1 must be left")
         self.problem = problem
         self.is_empty = 0 in (problem.batch, problem.rows_q, problem.rows_k)
-        self.spec = select_fp8_spec(problem, fast, config)
+        self.spec = select_fp8_spec(problem, fast, is_centered, config)
         num_tiles = -(-problem.seqlen_q // self.spec.config.tile_m) * problem.num_heads * problem.batch
         if problem.ragged is None and num_tiles > MAX_TILES:
             raise ValueError(

@@ -12,7 +12,6 @@ from flashhopper.launch_backward import Saved
 from flashhopper.mod_call import Mods
 from flashhopper.plan_key import PLAIN_TENSORS
 from flashhopper.problem import AttentionOptions, RaggedTensors, SoftmaxTensors
-from flashhopper.unproven import refuse_unproven
 
 _NUM_LENGTHS = len(RaggedTensors._fields) - 2
 
@@ -173,8 +172,6 @@ def attention_with_mods(
     if mods is None:
         return attention(q, k, v, options, softmax_tensors, ragged)
     is_tensor = isinstance(q, torch.Tensor)
-    if is_tensor and q.is_cuda:
-        refuse_unproven("score_mod and mask_mod")
     is_recorded = _num_dispatch_modes() > 0 or (is_tensor and type(q) not in PLAIN_TENSORS)
     if is_recorded or (is_tensor and q.is_cuda and _functorch_level() is not None):
         raise NotImplementedError(

@@ -209,6 +209,8 @@ class Operands(NamedTuple):
     """Rows of q that share a scale."""
     k_rows: int
     seqlen_k: int
+    is_centered: bool = False
+    """Whether each channel of v had its mean subtracted, so that sums over keys stay small."""
 
     def dequantized(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k and v as fp32 ``(b, s, h, d)``; q and k as they were quantised, after a Hadamard transform if any."""

@@ -108,9 +108,14 @@ def test_generated_logits(name: str, cache: str) -> None:
     options |= {"output_logits": True, "return_dict_in_generate": True, "attention_mask": torch.ones_like(ids)}
     options |= {"cache_implementation": "static"} if cache == "static" else {}
     logits = {}
-    for implementation in ("flashhopper", "eager"):
-        model.set_attn_implementation(implementation)
-        logits[implementation] = torch.stack(model.generate(ids, **options).logits)
+    model.set_attn_implementation("eager")
+    try:
+        logits["eager"] = torch.stack(model.generate(ids, **options).logits)
+    except TypeError as error:  # Llama 4 with a static cache in 5.17, whose masks refuse what its generate gives them
+        pytest.skip(f"Transformers {transformers.__version__} itself fails, with eager attention: {error}")
+    model.set_attn_implementation("flashhopper")
+    logits["flashhopper"] = torch.stack(model.generate(ids, **options).logits)
+    model.set_attn_implementation("eager")
     model.float()
     expected = torch.stack(model.generate(ids, **options).logits)
     assert_close_on_average(logits["flashhopper"], expected, logits["eager"], factor=2)

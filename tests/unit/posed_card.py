@@ -12,7 +12,6 @@ import torch
 from flashhopper import launch, launch_backward
 from flashhopper.config import AnySpec
 from flashhopper.problem import AttentionProblem
-from flashhopper.unproven import VARIABLE
 
 NUM_SMS = 132
 
@@ -52,7 +51,6 @@ def pose(monkeypatch: pytest.MonkeyPatch) -> PosedCard:
             return launch._EmptyPlan(problem)
         return kinds[problem.ragged is not None](problem, NUM_SMS, config, has)
 
-    monkeypatch.setenv(VARIABLE, "1")
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: card.current)
     monkeypatch.setattr(torch.cuda, "device", card.device)

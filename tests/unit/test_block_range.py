@@ -175,23 +175,3 @@ def test_32_bits_are_enough_for_query_blocks(
     narrow = query_blocks(Int32(n_block), Int32(seqlen_q), Int32(seqlen_k), **sizes)
     assert narrow == query_blocks(n_block, seqlen_q, seqlen_k, **sizes)
     assert 0 <= narrow.num_masked <= narrow.num_blocks <= -(-seqlen_q // tile_m)
-
-
-@given(
-    seqlen_q=st.integers(1, 400),
-    seqlen_k=st.integers(1, 400),
-    tile=st.sampled_from(BACKWARD_TILES),
-    causal=st.booleans(),
-)
-def test_a_query_block_is_met_by_the_first_key_blocks(
-    seqlen_q: int, seqlen_k: int, tile: tuple[int, int], causal: bool
-) -> None:
-    """What the deterministic mode waits for: the key blocks that add to a query block count from 0 without a gap."""
-    tile_m, tile_n = tile
-    num_n_blocks = -(-seqlen_k // tile_n)
-    ranges = [
-        query_blocks(n, seqlen_q, seqlen_k, tile_m=tile_m, tile_n=tile_n, causal=causal) for n in range(num_n_blocks)
-    ]
-    for m_block in range(-(-seqlen_q // tile_m)):
-        adding = [n for n, blocks in enumerate(ranges) if blocks.first <= m_block]
-        assert adding == list(range(len(adding)))

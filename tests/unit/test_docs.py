@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from flashhopper.unproven import VARIABLE
-
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NO_COMPILER = not any(map(shutil.which, ("c++", "g++", "clang++")))
@@ -40,6 +38,5 @@ def run_page(page: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
-def test_page(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "1")  # on a machine with a card pages run there
+def test_page(page: str) -> None:
     run_page(page)

@@ -77,7 +77,9 @@ def test_all_kernels_with_features_are_those_that_calls_choose(features: Feature
                 found_forward.add(select_spec(one._replace(v=v)))
                 found_backward.add(select_backward_spec(one._replace(v=v)))
                 if has_fp8:
-                    found_fp8 |= {select_fp8_spec(one._replace(v=v), fast) for fast in (False, True)}
+                    found_fp8 |= {
+                        select_fp8_spec(one._replace(v=v), *how) for how in itertools.product((False, True), repeat=2)
+                    }
     assert found_forward == forward
     assert found_backward == {spec for spec in backward if isinstance(spec, BackwardSpec)}
     assert found_fp8 == fp8

@@ -141,3 +141,16 @@ def test_nothing_to_quantise(shape: tuple[int, ...], batch: int, calls: Calls) -
     assert torch.equal(value_scale, torch.ones(batch, 2, 64))
     assert torch.equal(mean, torch.zeros(batch, 2, 64))
     assert calls == []
+
+
+@pytest.mark.parametrize("centered, blocks", [(True, 32), (False, 16)])
+def test_centred_values_are_flushed_less_often(calls: Calls, centered: bool, blocks: int) -> None:
+    x = torch.randn(1, 200, 2, 256).to(BF16)
+    launched(quantize_fp8(x, x, x, center_v=centered), AttentionOptions())
+    assert calls[-1][0].config.flush_blocks == blocks
+
+
+def test_raw_values_are_taken_as_not_centred(calls: Calls) -> None:
+    x = torch.randn(1, 200, 2, 256).to(E4M3)
+    launched((x, x, x), AttentionOptions())
+    assert calls[-1][0].config.flush_blocks == 16

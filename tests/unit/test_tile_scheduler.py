@@ -129,13 +129,13 @@ def test_groups_are_computed_in_32_bits(heads: int, seqlen_k: int) -> None:
 
 
 @given(num_n_blocks=st.integers(1, 9), num_heads=st.integers(1, 7), batch=st.integers(1, 5), group=st.integers(1, 40))
-def test_key_tiles_of_a_head_are_claimed_in_rising_order(
+def test_key_tiles_of_a_head_are_claimed_in_falling_order(
     num_n_blocks: int, num_heads: int, batch: int, group: int
 ) -> None:
-    """The deterministic backward: a key block waits for the lower ones of its head, which others hold already."""
+    """The deterministic backward: a key block waits for the later ones of its head, which others hold already."""
     total = num_heads * batch
     seen: dict[tuple[int, int], int] = {}
-    for n_block, head, batch_entry in coords(TileGrid(num_n_blocks, num_heads, total, min(group, total), False)):
-        assert n_block == seen.get((head, batch_entry), 0)
-        seen[head, batch_entry] = n_block + 1
-    assert set(seen.values()) == {num_n_blocks}
+    for n_block, head, batch_entry in coords(TileGrid(num_n_blocks, num_heads, total, min(group, total), True)):
+        assert n_block == seen.get((head, batch_entry), num_n_blocks) - 1
+        seen[head, batch_entry] = n_block
+    assert set(seen.values()) == {0}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -202,3 +202,26 @@ def test_nothing_leaves_32_bits(
     n_block = Int32(int(at * (lengths[1] - 1)) // tile_n)
     ranges = query_blocks(n_block, seqlen_q, seqlen_k, tile_m=tile_m, tile_n=tile_n, causal=False, window=window)
     assert 0 <= ranges.first <= ranges.first + ranges.num_blocks
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    lengths=st.tuples(st.integers(1, 400), st.integers(1, 400)),
+    tile=st.one_of(st.sampled_from(BACKWARD_TILES), st.tuples(st.integers(1, 9), st.integers(1, 9))),
+    chosen=st.one_of(st.none(), masks(400)),
+    causal=st.booleans(),
+)
+def test_a_query_block_is_met_by_its_key_blocks_from_the_last_down(
+    lengths: tuple[int, int], tile: tuple[int, int], chosen: Masks | None, causal: bool
+) -> None:
+    """What the deterministic backward counts: the key blocks that add to a query block begin with the last of
+    ``key_blocks`` and follow each other without a gap; else one of them would wait for ever."""
+    (seqlen_q, seqlen_k), (tile_m, tile_n) = lengths, tile
+    mask: dict[str, Any] = {"causal": causal and chosen is None, "window": None if chosen is None else chosen.window}
+    ranges = [
+        query_blocks(n, seqlen_q, seqlen_k, tile_m=tile_m, tile_n=tile_n, **mask) for n in range(-(-seqlen_k // tile_n))
+    ]
+    for m_block in range(-(-seqlen_q // tile_m)):
+        adding = [n for n, blocks in enumerate(ranges) if blocks.first <= m_block < blocks.first + blocks.num_blocks]
+        last = key_blocks(m_block * tile_m, seqlen_q, seqlen_k, num_rows=tile_m, tile_n=tile_n, **mask).end - 1
+        assert [last - n for n in reversed(adding)] == list(range(len(adding)))

@@ -102,7 +102,7 @@ def _ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fast: bool = False,
     if q.is_cuda:
         return first(flash_attn_fp8_func(q, k, v, fp8_accumulate="fast" if fast else "two_level", **recipe))
     q8, k8, v8 = quantize_fp8(q, k, v, **recipe)
-    scales = q8.scale, k8.scale, v8.scale, v8.mean
+    scales = q8.scale, k8.scale, v8.scale, torch.zeros_like(v8.scale) if v8.mean is None else v8.mean
     rows = QUERIES_PER_SCALE, KEYS_PER_SCALE, k.shape[1]
     return _emulated(Operands(q8.data, k8.data, v8.data, *scales, *rows), two_level=not fast)
 

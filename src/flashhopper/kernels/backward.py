@@ -184,7 +184,7 @@ class BackwardKernel:
                     RowStatistics(statistics[0], sLSE),
                     RowStatistics(statistics[1], sDelta),
                 )
-                tile_grid: Any = TileGrid(grid[0], grid[1], grid[2], grid[3], False)
+                tile_grid: Any = TileGrid(grid[0], grid[1], grid[2], grid[3], spec.deterministic)
                 table = features.sequence_table()
                 if const_expr(table is not None):
                     tile_grid = RaggedKeyGrid(table, spec, (heads, heads_k), cute.arch.grid_dim()[0])

@@ -121,8 +121,8 @@ class BackwardCta:
         )
         return KeyTile(*blocks, blocks.num_blocks * self.heads_per_kv_head)
 
-    def first_key_block(self, m_block: Int32, lengths: Lengths) -> Any:
-        """The first of the key blocks that meet a query block."""
+    def last_key_block(self, m_block: Int32, lengths: Lengths) -> Any:
+        """The last of the key blocks that meet a query block."""
         config = self.spec.config
         blocks = key_blocks(
             m_block * config.tile_m,
@@ -132,25 +132,16 @@ class BackwardCta:
             causal=self.spec.causal,
             window=self.window,
         )
-        return blocks.first
+        return blocks.end - 1
 
     def m_block(self, tile: KeyTile, step: Int32) -> Int32:
-        """The query block of a step within a head, 0 ≤ step < num_blocks.
-
-        Last block first if deterministic: there every key block waits for the one before it at the same query block,
-        and causal key blocks have their last query block in common, not their first.
-        """
-        if self.spec.deterministic:
-            return tile.first + tile.num_blocks - 1 - step
+        """The query block of a step within a head, 0 ≤ step < num_blocks."""
         return tile.first + step
 
     def is_masked(self, tile: KeyTile, step: Int32) -> Any:
         """Whether the query block of a step needs the element mask."""
         if self.window is not None:
-            index = self.m_block(tile, step) - tile.first
-            return (index < tile.num_masked) | (index >= tile.num_masked + tile.num_whole)
-        if self.spec.deterministic:
-            return step >= tile.num_blocks - tile.num_masked
+            return (step < tile.num_masked) | (step >= tile.num_masked + tile.num_whole)
         return step < tile.num_masked
 
     @cute.jit

@@ -90,7 +90,7 @@ class DqWarpgroup:
 class DqAdder:
     """One warp that lets the copy engine add staged chunks to global memory.
 
-    If deterministic, chunks of a query block are added in the order of key blocks: a semaphore counts the key blocks
+    If deterministic, chunks of a query block are added from its last key block to its first: a semaphore counts those
     whose additions have completed. Two warps then take query blocks in turn, since completion takes as long as half a
     step: one waits for it while the other adds. A warp hands over when its last chunk has been read: until then the
     other could not tell the phases of the staging ring apart.
@@ -123,7 +123,7 @@ class DqAdder:
                 head = batch * self.cta.num_heads + head_k * self.cta.heads_per_kv_head + index
                 for step in cutlass.range(tile.num_blocks, unroll=1):
                     m_block = self.cta.m_block(tile, step)
-                    turn = n_block - self.cta.first_key_block(m_block, lengths)
+                    turn = self.cta.last_key_block(m_block, lengths) - n_block
                     block = first_row // self.cta.spec.config.tile_m + m_block
                     if const_expr(self.cta.num_adders == 1):
                         dq_state = self.add_block(head, block, turn, dq_state)

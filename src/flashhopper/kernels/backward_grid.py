@@ -23,14 +23,16 @@ def padded_row(start: Any, batch: Any) -> Any:
 def key_tile_grid(
     spec: BackwardSpec, seqlens: tuple[Any, Any], heads: tuple[Any, Any], batch: Any, num_ctas: Any
 ) -> TileGrid:
-    """One tile per key block; key block 0, which a causal mask leaves the most queries, first. ``seqlens`` and
-    ``heads``: of Q and of K, at least 1; ``num_ctas``: that run at once."""
+    """One tile per key block; key block 0, which a causal mask leaves the most queries, first. If deterministic, the
+    last one first: each waits for the one after it at every query block; causal ones begin where that one has been.
+
+    ``seqlens`` and ``heads``: of Q and of K, at least 1; ``num_ctas``: that run at once."""
     (seqlen_q, seqlen_k), (num_heads, heads_k) = seqlens, heads
     num_n_blocks, total = ceil_div(seqlen_k, spec.config.tile_n), heads_k * batch
     row_bytes = ELEMENT_BYTES[spec.dtype] * (spec.head_dim + spec.head_dim_v) + 4 * spec.head_dim
     in_l2 = maximum(L2_BYTES // row_bytes // seqlen_q // (num_heads // heads_k), 1)
     in_waves = ceil_div(spec.config.group_waves * num_ctas, num_n_blocks)
-    return TileGrid(num_n_blocks, heads_k, total, minimum(minimum(in_l2, in_waves), total), False)
+    return TileGrid(num_n_blocks, heads_k, total, minimum(minimum(in_l2, in_waves), total), spec.deterministic)
 
 
 class RaggedKeyGrid:

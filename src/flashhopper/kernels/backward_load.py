@@ -73,7 +73,7 @@ class BackwardProducer:
 
     @cute.jit
     def first_tile(self):
-        """The CTA's own, unless tiles wait for lower ones: then only a claim says that those are running."""
+        """The CTA's own, unless tiles wait for others: then only a claim says that those are running."""
         tile, _, _ = cute.arch.block_idx()
         if const_expr(self.cta.spec.deterministic):
             cute.arch.griddepcontrol_wait()

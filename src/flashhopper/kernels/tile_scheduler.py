@@ -25,7 +25,7 @@ class TileGrid(NamedTuple):
     """Order of the tiles. Plain arithmetic: runs on Python ints and on DSL integers alike.
 
     Heads (over all batches) are cut into groups that are worked on at a time; within a group the row blocks of all its
-    heads follow each other, longest first if causal, so that the card's last wave is made of short tiles. A group is a
+    heads follow each other; longest first if causal, so that the card's last wave is made of short tiles. A group is a
     few waves of CTAs, so that tiles which share K and V run together and reads from HBM spread evenly over time, and
     never more than L2 holds.
     """
@@ -34,7 +34,7 @@ class TileGrid(NamedTuple):
     num_heads: Any
     num_heads_total: Any  # heads × batch
     group: Any  # heads in a group
-    causal: bool
+    last_first: bool  # the last block of a head comes first
 
     @classmethod
     def create(cls, shape_q: tuple[Any, Any, Any], shape_k: tuple[Any, Any, Any], spec: KernelSpec, num_ctas: Any):
@@ -64,7 +64,7 @@ class TileGrid(NamedTuple):
         m_block = within // width
         head_index = group_index * self.group + within - m_block * width
         batch = head_index // self.num_heads
-        if self.causal:
+        if self.last_first:
             m_block = self.num_m_blocks - 1 - m_block
         return TileCoord(m_block, head_index - batch * self.num_heads, batch)
 
