@@ -224,6 +224,20 @@ def warm_kernel(spec: AnySpec) -> bool:
     return _default_cache.warm(spec)
 
 
+def keep_note(spec: AnySpec, note: str) -> None:
+    """Keep a text, JSON by its name, beside the kernel of ``spec``. OSError if it cannot be stored."""
+    request = _Request.of(spec)
+    if request.disk.store(spec.name, request.key, ".json", note.encode()) is None:
+        raise OSError(f"the note on {spec.name} was not stored in {request.disk.directory}")
+
+
+def find_note(spec: AnySpec) -> str | None:
+    """What :func:`keep_note` has kept for ``spec``, these sources and this toolchain; None if nothing."""
+    request = _Request.of(spec)
+    path = request.disk.find(spec.name, request.key, ".json")
+    return None if path is None else path.read_text()
+
+
 def is_cached(spec: AnySpec) -> bool:
     """Whether the kernel of ``spec`` is in the disk cache, undamaged."""
     request = _Request.of(spec)

@@ -19,7 +19,7 @@ logger = logging.getLogger("flashhopper")
 
 CACHE_DIR_VARIABLE = "FLASHHOPPER_CACHE_DIR"
 _DIGITS = 16  # hexadecimal digits of key and content digest in a file name: 64 bits each
-_FILE = re.compile(rf"(?P<name>\w+)-(?P<key>[0-9a-f]{{{_DIGITS}}})-[0-9a-f]{{{_DIGITS}}}\.(?:so|o)")
+_FILE = re.compile(rf"(?P<name>\w+)-(?P<key>[0-9a-f]{{{_DIGITS}}})-[0-9a-f]{{{_DIGITS}}}\.(?:so|o|json)")
 _LEFTOVER = re.compile(rf"\.{_FILE.pattern}\.\d+\.[0-9a-f]{{8}}")  # of a process that was killed while it wrote
 
 _warned: set[Path] = set()
@@ -38,7 +38,7 @@ def cache_dir() -> Path:
 
 
 class CacheEntry(NamedTuple):
-    """One file of the cache. A kernel may have two: its object, and the library linked from it."""
+    """One file of the cache. A kernel may have three: its object, the library linked from it, and a note."""
 
     path: Path
     name: str

@@ -336,11 +336,6 @@ def select_row(problem: AttentionProblem) -> TileRow:
     raise AssertionError(f"no row of TILE_TABLE covers {problem}")  # validate() admits only what the last rows cover
 
 
-def select_config(problem: AttentionProblem) -> ForwardConfig:
-    """The table's configuration for a validated problem."""
-    return forward_config(select_row(problem), DTYPES[problem.dtype])
-
-
 def select_spec(
     problem: AttentionProblem, config: ForwardConfig | None = None, features: Features | None = None
 ) -> KernelSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flashhopper.compiler import compile_lock, compile_spec
+from flashhopper.compiler import KernelCache, compile_lock, compile_spec, find_note, is_cached, keep_note
 from flashhopper.config import AnySpec
 from flashhopper.toolchain import COMPILE_OPTIONS
 
@@ -44,6 +45,21 @@ class PtxasReport(NamedTuple):
             raise ValueError(f"ptxas reported neither registers nor spills; its output was: {log!r}")
         remarks = tuple(f"{code} {text}".strip() for code, text in _REMARK.findall(log))
         return cls(max(registers), max(spills), max(stack), remarks)
+
+    @classmethod
+    def from_json(cls, text: str) -> PtxasReport:
+        fields = json.loads(text)
+        return cls(**{**fields, "remarks": tuple(fields["remarks"])})
+
+    def to_json(self) -> str:
+        return json.dumps(self._asdict())
+
+    @property
+    def problem(self) -> str | None:
+        """Why no row of the tables may have this kernel, or None: it uses local memory, or its WGMMAs wait."""
+        if self.spill_bytes or self.stack_bytes:
+            return f"{self.spill_bytes} bytes spill, {self.stack_bytes} bytes of stack"
+        return next((remark for remark in self.remarks if remark.startswith("C75")), None)
 
 
 @dataclass(frozen=True)
@@ -106,18 +122,38 @@ def count_opcodes(sass: str) -> dict[str, int]:
 
 def compile_report(spec: AnySpec, compile_function: Callable[[AnySpec, str], Any] = compile_spec) -> CompileReport:
     """Compile ``spec`` for sm_90a, past all caches, and report on the result. Needs nvdisasm, but no GPU."""
-    log = io.StringIO()
-    with tempfile.TemporaryDirectory(prefix="flashhopper-") as directory, compile_lock:
-        options = f"{COMPILE_OPTIONS} --keep-cubin --dump-dir {directory} remarks{{ptx}}"
-        with contextlib.redirect_stderr(log):  # where the DSL prints what ptxas says
-            compiled = compile_function(spec, options)
+    with tempfile.TemporaryDirectory(prefix="flashhopper-") as directory:
+        compiled, report = _compile_with_remarks(spec, compile_function, f"--keep-cubin --dump-dir {directory}")
         sass = disassemble(compiled.__cubin__)
     opcodes = count_opcodes(sass)
     return CompileReport(
         name=spec.name,
-        **PtxasReport.parse(log.getvalue())._asdict(),
+        **report._asdict(),
         local_loads=opcodes.get("LDL", 0),
         local_stores=opcodes.get("STL", 0),
         opcodes=opcodes,
         sass=sass,
     )
+
+
+def _compile_with_remarks(
+    spec: AnySpec, compile_function: Callable[[AnySpec, str], Any], options: str = ""
+) -> tuple[Any, PtxasReport]:
+    log = io.StringIO()
+    with compile_lock, contextlib.redirect_stderr(log):  # where the DSL prints what ptxas says
+        compiled = compile_function(spec, f"{COMPILE_OPTIONS} {options} remarks{{ptx}}")
+    return compiled, PtxasReport.parse(log.getvalue())
+
+
+def warm_with_report(spec: AnySpec) -> None:
+    """Put the kernel of ``spec`` into the disk cache, and beside it what ptxas says of it: one compilation for both.
+    Needs neither nvdisasm nor a GPU. OSError if they cannot be stored."""
+    compiled, report = _compile_with_remarks(spec, compile_spec)
+    KernelCache(lambda _: compiled).warm(spec)
+    keep_note(spec, report.to_json())
+
+
+def cached_report(spec: AnySpec) -> PtxasReport | None:
+    """What :func:`warm_with_report` has kept, if its kernel is still there."""
+    note = find_note(spec) if is_cached(spec) else None
+    return None if note is None else PtxasReport.from_json(note)

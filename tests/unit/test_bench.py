@@ -22,6 +22,7 @@ from flashhopper.bench.peers import all_peers
 from flashhopper.bench.results import Row, compare, read_results, summarise, write_json
 from flashhopper.bench.timing import Candidate, Plan
 from flashhopper.cli import bench as cli
+from flashhopper.cli.arguments import CANNOT_RUN
 
 # ---------------------------------------------------------------- arithmetic
 
@@ -298,7 +299,7 @@ def test_peers_give_reasons_without_a_gpu(no_gpu: None) -> None:
     "command", [["forward"], ["backward"], ["train"], ["launch"], ["ablation"], ["tiles", "--configs", "128x128"]]
 )
 def test_measuring_needs_a_hopper_gpu(no_gpu: None, capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
-    assert run_cli(*command) == cli.CANNOT_RUN
+    assert run_cli(*command) == CANNOT_RUN
     error = capsys.readouterr().err
     assert error.startswith(f"flashhopper bench {command[0]}: needs a Hopper GPU")
     assert "no CUDA device found" in error
@@ -314,7 +315,7 @@ def test_plot_and_table_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert len(content) > 20_000
     assert run_cli("table", "--input", str(source), "--markdown") == 0
     assert report.markdown_table(made_up_results()) in capsys.readouterr().out
-    assert run_cli("table", "--input", str(tmp_path / "none.json")) == cli.CANNOT_RUN
+    assert run_cli("table", "--input", str(tmp_path / "none.json")) == CANNOT_RUN
     assert "none.json" in capsys.readouterr().err
 
 
@@ -326,7 +327,7 @@ def test_every_result_file_gets_its_table_and_picture(
     readme = Path("README.md")
     kinds = (FORWARD, BACKWARD, TRAIN)
     readme.write_text("".join(f"{kind.start_marker}\nold\n{kind.end_marker}\n" for kind in kinds[:2]))
-    assert run_cli("table", "--update", "README.md") == run_cli("plot") == cli.CANNOT_RUN
+    assert run_cli("table", "--update", "README.md") == run_cli("plot") == CANNOT_RUN
     assert "no result file in benchmarks/results" in capsys.readouterr().err
 
     for kind in (BACKWARD, TRAIN):
@@ -341,11 +342,11 @@ def test_every_result_file_gets_its_table_and_picture(
     printed = [report.markdown_table(made_up_results(kind)) for kind in (BACKWARD, TRAIN)]
     assert capsys.readouterr().out == "\n\n".join(printed) + "\n"
 
-    assert run_cli("table", "--update", "README.md", "--input", "benchmarks/results/train.json") == cli.CANNOT_RUN
+    assert run_cli("table", "--update", "README.md", "--input", "benchmarks/results/train.json") == CANNOT_RUN
     assert "<!-- train-table:start -->" in capsys.readouterr().err
     assert run_cli("plot") == 0
     assert sorted(path.name for path in Path("docs/images").iterdir()) == ["backward.png", "train.png"]
-    assert run_cli("plot", "--output", "x.png") == cli.CANNOT_RUN
+    assert run_cli("plot", "--output", "x.png") == CANNOT_RUN
 
 
 def test_gate_refuses_a_file_of_another_pass(
@@ -353,7 +354,7 @@ def test_gate_refuses_a_file_of_another_pass(
 ) -> None:
     monkeypatch.setattr(environment, "require_hopper", lambda: None)
     write_json(tmp_path / "forward.json", made_up_results().to_json())
-    assert run_cli("train", "--against", str(tmp_path / "forward.json")) == cli.CANNOT_RUN
+    assert run_cli("train", "--against", str(tmp_path / "forward.json")) == CANNOT_RUN
     assert "a result of bench forward, not train" in capsys.readouterr().err
 
 
@@ -369,9 +370,9 @@ def test_peers_of_a_pass_are_chosen_by_name(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_wrong_arguments_are_one_line(no_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_cli("tiles", "--configs", "128") == cli.CANNOT_RUN
+    assert run_cli("tiles", "--configs", "128") == CANNOT_RUN
     assert "tile '128'" in capsys.readouterr().err
-    assert run_cli("ablation", "--peers", "fa9") == cli.CANNOT_RUN
+    assert run_cli("ablation", "--peers", "fa9") == CANNOT_RUN
     assert "there are fa4, fa3, cudnn, fa2" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         run_cli("forward", "--seqlen", "0k")

@@ -14,7 +14,7 @@ import torch
 from bench_fakes import SMALL, FakeClock, FakePeer, quiet, rendered
 from torch.nn.attention import SDPBackend
 
-from flashhopper.bench import BenchError, ablation, check, configs, launch, report, run, work
+from flashhopper.bench import BenchError, ablation, check, configs, launch, report, run, sampler, work
 from flashhopper.bench.check import attention
 from flashhopper.bench.grid import Cell
 from flashhopper.bench.passes import BACKWARD, FORWARD, OURS, OURS_DETERMINISTIC, TRAIN, Pass
@@ -243,18 +243,17 @@ def test_launch_run_of_ours_takes_every_ragged_batch_and_plans_each_mode_once() 
 
 def test_variant_run_compares_with_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeClock()
-    base = ForwardConfig(128, 128)
+    bases = [configs.main_spec(FORWARD, configs.problem_of(cell)).config for cell in SMALL]
 
     def fake_forward(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: object, config: ForwardConfig
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        clock.milliseconds += 1.0 if config == base else 2.0
+        clock.milliseconds += 1.0 if config in bases else 2.0
         if not config.tma_store:
             raise RuntimeError("misaligned")
         return attention(q, k, v, options.causal) if q.shape[1] == check.CHECK_SEQLEN else q, q  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(ablation, "forward", fake_forward)
-    monkeypatch.setattr(configs, "select_config", lambda problem: base)
+    monkeypatch.setattr(sampler, "forward", fake_forward)
     variants = {"stages=1": ForwardConfig(128, 128, 1), "no tma": ForwardConfig(128, 128, tma_store=False)}
     variants["huge"] = ForwardConfig(192, 256)
     plan = configs.VariantPlan.of(SMALL, configs.explicit_variants(variants))
@@ -262,13 +261,14 @@ def test_variant_run_compares_with_the_default(monkeypatch: pytest.MonkeyPatch) 
     options = ablation.VariantOptions(plan, [FakePeer("fa4", clock, 0.5)], seed=1, budget_seconds=20.0)
     results = ablation.VariantRun(options, clock, quiet(), device="cpu").run()
     assert {(row.variant, row.ratio) for row in results.rows} == {("default", 1.0), ("stages=1", 0.5), ("fa4", 2.0)}
+    assert {row.noise for row in results.rows} == {0.0}
     assert len(results.rows) == 6
     assert {entry["variant"] for entry in results.infeasible} == {"huge"}
     assert "registers" in results.infeasible[0]["reason"]
     assert results.errors
     assert all("misaligned" in error for error in results.errors)
     text = "\n".join(rendered(table) for table in report.variant_tables(results))
-    assert re.search(r"stages=1 +│ +\d 0\.500 +│ +\d 0\.500", text)
+    assert re.search(r"stages=1 +│ +\d 0\.500 ±0\.000 +│ +\d 0\.500 ±0\.000", text)
     json.dumps(results.to_json(), allow_nan=False)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -57,9 +57,11 @@ class Expected:
 
 def random_inputs(cell: Cell, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k, v of a cell, standard normal, on the generator's device."""
-    shape = (cell.b, cell.s, cell.h, cell.d)
     dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}[cell.dtype]
-    q, k, v = (torch.randn(shape, generator=generator, device=generator.device, dtype=dtype) for _ in range(3))
+    q, k, v = (
+        torch.randn(cell.b, cell.s, cell.h, head_dim, generator=generator, device=generator.device, dtype=dtype)
+        for head_dim in (cell.d, cell.d, cell.head_dim_v)
+    )
     return q, k, v
 
 
@@ -69,7 +71,7 @@ def random_like(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 def check_cell(cell: Cell) -> Cell:
     """The small shape on which a cell's dtype, head_dim and mask are checked."""
-    return Cell(cell.dtype, cell.d, cell.causal, CHECK_SEQLEN, CHECK_BATCH, cell.h)
+    return replace(cell, s=CHECK_SEQLEN, b=CHECK_BATCH)
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:

@@ -4,22 +4,40 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from flashhopper.bench import BenchError
 from flashhopper.bench.grid import Cell
-from flashhopper.config import ConfigError, ForwardConfig, KernelSpec
-from flashhopper.heuristics import select_config, select_spec
+from flashhopper.bench.passes import BACKWARD, FORWARD, Pass
+from flashhopper.config import (
+    AnySpec,
+    BackwardConfig,
+    BackwardSpec,
+    ConfigError,
+    ForwardConfig,
+    KernelSpec,
+    PostprocessSpec,
+    PreprocessSpec,
+)
+from flashhopper.heuristics import select_backward_spec, select_spec
 from flashhopper.problem import DTYPES, AttentionOptions, AttentionProblem, TensorFacts
 
-Variants = Callable[[ForwardConfig], dict[str, ForwardConfig]]  # from the default to what to run, by name
+AnyConfig = ForwardConfig | BackwardConfig
+MainSpec = KernelSpec | BackwardSpec
+Variants = Callable[[typing.Any], Mapping[str, AnyConfig]]  # from the pass's default to what to run, by name
 
 DEFAULT = "default"
 ALIASES = {
     "stages": "num_stages",
     "q_stages": "num_q_stages",
+    "k_stages": "num_k_stages",
+    "do_stages": "num_do_stages",
+    "ds_stages": "num_ds_stages",
+    "dq_stages": "num_dq_stages",
+    "waves": "group_waves",
+    "prefetch": "prefetch_scores",
     "q_regs": "q_in_registers",
     "share": "share_qo_smem",
     "order": "warpgroup_order",
@@ -58,29 +76,52 @@ def ablations(base: ForwardConfig) -> dict[str, ForwardConfig]:
     return variants
 
 
-def explicit_variants(configs: dict[str, ForwardConfig]) -> Variants:
+def explicit_variants(configs: Mapping[str, AnyConfig]) -> Variants:
     """The default and ``configs``, whatever the default is."""
     return lambda base: {DEFAULT: base, **configs}
+
+
+def config_type(kind: Pass) -> type[AnyConfig]:
+    """Of the main kernel of a pass."""
+    return BackwardConfig if kind is BACKWARD else ForwardConfig
+
+
+def main_spec(kind: Pass, problem: AttentionProblem, config: AnyConfig | None = None) -> MainSpec:
+    """The main kernel of a pass; ``config``, which must be of the pass, overrides the tables'."""
+    if isinstance(config, BackwardConfig) or kind is BACKWARD:
+        return select_backward_spec(problem, typing.cast(BackwardConfig | None, config))
+    return select_spec(problem, config)
+
+
+def companion_specs(kind: Pass, cells: Sequence[Cell]) -> list[AnySpec]:
+    """The kernels that run beside the main one of a pass, whatever its configuration."""
+    specs: list[AnySpec] = []
+    for cell in cells if kind is BACKWARD else ():
+        forward, main = (main_spec(one, problem_of(cell)) for one in (FORWARD, BACKWARD))
+        before = PreprocessSpec(main.dtype, main.head_dim, main.head_dim_v, has_lse_grad=False)
+        specs += [forward, before, PostprocessSpec(main.dtype, main.head_dim)]
+    return list(dict.fromkeys(specs))
 
 
 @dataclasses.dataclass(frozen=True)
 class VariantPlan:
     """What to run: each cell's feasible configurations by name, their kernels, and why the others are left out."""
 
-    cells: dict[Cell, dict[str, ForwardConfig]]
-    specs: list[KernelSpec]
+    cells: dict[Cell, dict[str, AnyConfig]]
+    specs: list[MainSpec]
     infeasible: list[dict[str, str]]
+    kind: Pass = FORWARD
 
     @classmethod
-    def of(cls, cells: Sequence[Cell], variants: Variants) -> VariantPlan:
-        """Ask ``variants`` for each cell's configurations, starting from what ``select_config`` picks there."""
-        plan = cls({}, [], [])
+    def of(cls, cells: Sequence[Cell], variants: Variants, kind: Pass = FORWARD) -> VariantPlan:
+        """Ask ``variants`` for each cell's configurations, starting from what the tables give there."""
+        plan = cls({}, [], [], kind)
         for cell in cells:
             problem = problem_of(cell)
             kept = plan.cells.setdefault(cell, {})
-            for name, config in variants(select_config(problem)).items():
+            for name, config in variants(main_spec(kind, problem).config).items():
                 try:  # before compiling: a wrong sum of registers hangs the card
-                    spec = select_spec(problem, config)
+                    spec = main_spec(kind, problem, config)
                 except ConfigError as error:
                     reason = str(error).removeprefix(f"{config}: ")
                     plan.infeasible.append({"variant": name, "where": str(cell), "reason": reason})
@@ -93,23 +134,26 @@ class VariantPlan:
 
 def problem_of(cell: Cell) -> AttentionProblem:
     """The cell as a problem on a GPU, without tensors, so that it can be made on any machine."""
-    shape = (cell.b, cell.s, cell.h, cell.d)
-    stride = (cell.s * cell.h * cell.d, cell.h * cell.d, cell.d, 1)
     dtype = {name: dtype for dtype, name in DTYPES.items()}[cell.dtype]
-    facts = TensorFacts(shape, stride, dtype, torch.device("cuda"))
-    return AttentionProblem(facts, facts, facts, AttentionOptions(causal=cell.causal))
+
+    def facts(d: int) -> TensorFacts:
+        stride = (cell.s * cell.h * d, cell.h * d, d, 1)
+        return TensorFacts((cell.b, cell.s, cell.h, d), stride, dtype, torch.device("cuda"))
+
+    q, v = facts(cell.d), facts(cell.head_dim_v)
+    return AttentionProblem(q, q, v, AttentionOptions(causal=cell.causal))
 
 
-def parse_configs(text: str) -> dict[str, ForwardConfig]:
+def parse_configs(text: str, kind: Pass = FORWARD) -> dict[str, AnyConfig]:
     """``"128x128:stages=2,softmax=lazy;128x176"``: configurations by their text, separated by semicolons."""
     texts = [part.strip() for part in text.split(";") if part.strip()]
     if not texts:
         raise BenchError("configs is empty; expected for example 128x128:stages=2,softmax=lazy;128x176")
-    return {part: parse_config(part) for part in texts}
+    return {part: parse_config(part, kind) for part in texts}
 
 
-def parse_config(text: str) -> ForwardConfig:
-    """``TILE_MxTILE_N[:field=value,...]``; a field is a name of :class:`ForwardConfig` or one of ``ALIASES``."""
+def parse_config(text: str, kind: Pass = FORWARD) -> AnyConfig:
+    """``TILE_MxTILE_N[:field=value,...]``; a field is a name of the pass's configuration or one of ``ALIASES``."""
     tile, _, rest = text.partition(":")
     sizes = tile.lower().split("x")
     if len(sizes) != 2 or not all(size.strip().isdigit() for size in sizes):
@@ -117,17 +161,41 @@ def parse_config(text: str) -> ForwardConfig:
     fields: dict[str, typing.Any] = {}
     for assignment in filter(None, (part.strip() for part in rest.split(","))):
         key, equals, value = assignment.partition("=")
-        name = ALIASES.get(key.strip(), key.strip())
         if not equals:
             raise BenchError(f"configuration {text!r}: expected field=value, got {assignment!r}")
-        fields[name] = _parse_field(name, value.strip(), text)
-    return ForwardConfig(int(sizes[0]), int(sizes[1]), **fields)
+        name = _field(config_type(kind), key.strip())
+        fields[name] = _parse_field(config_type(kind), name, value.strip(), text)
+    return config_type(kind)(int(sizes[0]), int(sizes[1]), **fields)
 
 
-def _parse_field(name: str, value: str, text: str) -> int | bool | str:
-    defaults = {f.name: f.default for f in dataclasses.fields(ForwardConfig) if f.default is not dataclasses.MISSING}
+def config_text(config: AnyConfig) -> str:
+    """What :func:`parse_config` reads as ``config``: the tile and the fields that are not their default."""
+    of = type(config)
+    names = {_field(of, alias): alias for alias in ALIASES}
+    switches = {True: "on", False: "off"}
+    fields = []
+    for name, default in _defaults(of).items():
+        value = getattr(config, name)
+        if value != default:
+            fields.append(f"{names.get(name, name)}={switches[value] if isinstance(value, bool) else value}")
+    tile = f"{config.tile_m}x{config.tile_n}"
+    return f"{tile}:{','.join(fields)}" if fields else tile
+
+
+def _defaults(of: type[AnyConfig]) -> dict[str, typing.Any]:
+    return {f.name: f.default for f in dataclasses.fields(of) if f.default is not dataclasses.MISSING}
+
+
+def _field(of: type[AnyConfig], key: str) -> str:
+    """A field by its name, which goes first, or by its short name."""
+    return key if key in _defaults(of) else ALIASES.get(key, key)
+
+
+def _parse_field(of: type[AnyConfig], name: str, value: str, text: str) -> int | bool | str:
+    defaults = _defaults(of)
     if name not in defaults:
-        raise BenchError(f"configuration {text!r}: no field {name!r}; there are {', '.join([*defaults, *ALIASES])}")
+        aliases = [alias for alias, field in ALIASES.items() if field in defaults]
+        raise BenchError(f"configuration {text!r}: no field {name!r}; there are {', '.join([*defaults, *aliases])}")
     if isinstance(defaults[name], bool):
         if value.lower() not in _SWITCHES:
             raise BenchError(f"configuration {text!r}: {name}={value!r}; accepted are on and off")
@@ -136,11 +204,11 @@ def _parse_field(name: str, value: str, text: str) -> int | bool | str:
         if not value.isdigit():
             raise BenchError(f"configuration {text!r}: {name}={value!r}; accepted is a whole number")
         return int(value)
-    choices = _choices(name)
+    choices = _choices(name, of)
     if value not in choices:
         raise BenchError(f"configuration {text!r}: {name}={value!r}; accepted are {', '.join(choices)}")
     return value
 
 
-def _choices(name: str) -> tuple[str, ...]:
-    return typing.get_args(typing.get_type_hints(ForwardConfig)[name])
+def _choices(name: str, of: type[AnyConfig] = ForwardConfig) -> tuple[str, ...]:
+    return typing.get_args(typing.get_type_hints(of)[name])

@@ -21,7 +21,7 @@ MASKS = {"full": (False,), "causal": (True,), "both": (False, True)}
 
 @dataclass(frozen=True)
 class Cell:
-    """One shape: self-attention of ``b`` sequences of ``s`` tokens, ``h`` heads of ``d``."""
+    """One shape: self-attention of ``b`` sequences of ``s`` tokens, ``h`` heads of ``d``; of ``dv`` in v, if not 0."""
 
     dtype: Dtype
     d: int
@@ -29,11 +29,20 @@ class Cell:
     s: int
     b: int
     h: int
+    dv: int = 0
 
     @classmethod
-    def of(cls, dtype: Dtype, d: int, causal: bool, s: int) -> Cell:
+    def of(cls, dtype: Dtype, d: int, causal: bool, s: int, dv: int = 0) -> Cell:
         """The grid's cell: ``b·s`` = 16k tokens (32k at s = 32k) and ``h·d`` = 2048."""
-        return cls(dtype, d, causal, s, max(1, TOKENS // s), max(1, WIDTH // d))
+        return cls(dtype, d, causal, s, max(1, TOKENS // s), max(1, WIDTH // d), 0 if dv == d else dv)
+
+    @property
+    def head_dim_v(self) -> int:
+        return self.dv or self.d
+
+    @property
+    def head_dims(self) -> str:
+        return f"d{self.d}x{self.dv}" if self.dv else f"d{self.d}"
 
     @property
     def mask(self) -> str:
@@ -42,7 +51,7 @@ class Cell:
     @property
     def flop(self) -> float:
         """Floating-point operations of Q·Kᵀ and P·V: the softmax is not counted, a causal mask counts half."""
-        return 4.0 * self.b * self.h * self.s * self.s * self.d / (2 if self.causal else 1)
+        return 2.0 * self.b * self.h * self.s * self.s * (self.d + self.head_dim_v) / (2 if self.causal else 1)
 
     def tflops(self, milliseconds: float) -> float:
         return self.flop / (milliseconds * 1e9)
@@ -52,7 +61,7 @@ class Cell:
         return self.d == HEADLINE_HEAD_DIM and self.s in HEADLINE_SEQLENS
 
     def __str__(self) -> str:
-        return f"{self.dtype} d{self.d} {self.mask} s={self.s} b={self.b} h={self.h}"
+        return f"{self.dtype} {self.head_dims} {self.mask} s={self.s} b={self.b} h={self.h}"
 
 
 def grid(dtype: Dtype, head_dims: Iterable[int], masks: Iterable[bool], seqlens: Iterable[int]) -> list[Cell]:

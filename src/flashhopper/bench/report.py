@@ -109,13 +109,13 @@ def launch_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def variant_tables(results: VariantResults) -> list[Table]:
-    """One table per head_dim: a line per variant, a column per mask and sequence length, TFLOPS and ratio."""
+    """One table per head_dim: a line per variant, a column per mask and sequence length, TFLOPS, ratio and noise."""
     tables = []
     for d in dict.fromkeys(row.cell.d for row in results.rows):
         rows = [row for row in results.rows if row.cell.d == d]
         cells = list(dict.fromkeys(row.cell for row in rows))
         found = {(row.variant, row.cell): row for row in rows}
-        table = Table(title=f"{cells[0].dtype} d{d}: TFLOPS, and speed relative to the default")
+        table = Table(title=f"{cells[0].dtype} d{d}: TFLOPS, speed relative to the default, and its noise")
         table.add_column("configuration")
         for cell in cells:
             table.add_column(f"{short_seqlen(cell.s)} {cell.mask}", justify="right")
@@ -182,7 +182,8 @@ def _verdict(row: Row) -> str:
 def _variant_cell(row: VariantRow | None) -> str:
     if row is None:
         return ABSENT
-    return f"{row.tflops:.0f}" + ("" if row.ratio is None else f" {row.ratio:.3f}")
+    ratio = "" if row.ratio is None else f" {row.ratio:.3f}"
+    return f"{row.tflops:.0f}{ratio}" + ("" if row.noise is None else f" ±{row.noise:.3f}")
 
 
 def _compact_markdown(rows: Sequence[Row]) -> str:

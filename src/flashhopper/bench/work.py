@@ -61,7 +61,7 @@ class GradientWork(Work):
 
     def __init__(self, cell: Cell, generator: torch.Generator) -> None:
         super().__init__(cell, generator)
-        self.dout = random_like(self.inputs[0], generator)
+        self.dout = random_like(self.inputs[2], generator)  # self-attention: out has the shape of v
         for x in self.inputs:
             x.requires_grad_()
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import random
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashhopper.bench import BenchError
 from flashhopper.bench.passes import BACKWARD, FORWARD, OURS, PASSES, TRAIN, Pass
+from flashhopper.cli.arguments import (
+    Run,
+    add_compile_arguments,
+    add_pass_argument,
+    chosen_seed,
+    head_dim,
+    reporting_errors,
+    seqlen,
+)
 from flashhopper.cli.bench_output import (
     make_console,
     print_errors,
@@ -19,7 +26,6 @@ from flashhopper.cli.bench_output import (
     print_variants,
     progress_bar,
 )
-from flashhopper.cli.warmup import positive
 
 if TYPE_CHECKING:
     from flashhopper.bench.configs import Variants
@@ -29,10 +35,8 @@ if TYPE_CHECKING:
 
 RESULTS = Path("benchmarks/results")
 IMAGES = Path("docs/images")
-CANNOT_RUN = 2  # exit code: nothing was measured; 1 is a measured failure
 
 Subparsers = Any  # argparse's own type for it is private
-Run = Callable[[argparse.Namespace], int]
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -54,32 +58,14 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def _command(commands: Subparsers, name: str, run: Run, text: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
-    parser.set_defaults(run=_reporting_errors(run))
+    parser.set_defaults(run=reporting_errors(f"bench {name}", run))
     return parser
-
-
-def _reporting_errors(run: Run) -> Run:
-    """Turn what a user can mend into one line and exit code 2."""
-
-    def guarded(args: argparse.Namespace) -> int:
-        try:
-            return run(args)
-        except BenchError as error:
-            message = str(error)
-        except ModuleNotFoundError as error:
-            if error.name != "matplotlib":
-                raise
-            message = "needs matplotlib: pip install 'flashhopper[bench]'"
-        print(f"flashhopper bench {args.bench_command}: {message}", file=sys.stderr)
-        return CANNOT_RUN
-
-    return guarded
 
 
 def _add_grid_arguments(parser: argparse.ArgumentParser, head_dims: str, seqlens: str) -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--head-dim", type=_head_dim, nargs="+", metavar="D", help=f"default: {head_dims}")
-    parser.add_argument("--seqlen", type=_seqlen, nargs="+", metavar="S", help=f"512, 16k, ... (default: {seqlens})")
+    parser.add_argument("--head-dim", type=head_dim, nargs="+", metavar="D", help=f"default: {head_dims}")
+    parser.add_argument("--seqlen", type=seqlen, nargs="+", metavar="S", help=f"512, 16k, ... (default: {seqlens})")
     mask = parser.add_mutually_exclusive_group()
     for name, text in (("full", "no mask"), ("causal", "the causal mask"), ("both", "both (the default)")):
         mask.add_argument(f"--{name}", dest="mask", action="store_const", const=name, help=text)
@@ -96,12 +82,6 @@ def _add_run_arguments(parser: argparse.ArgumentParser, output: Path | None, pee
 def _add_budget_arguments(parser: argparse.ArgumentParser, seconds: str, default: float | None) -> None:
     parser.add_argument("--budget-seconds", type=float, default=default, help=f"for the run (default: {seconds})")
     parser.add_argument("--seconds-per-cell", type=float, default=6.0, help="at most (default: 6)")
-
-
-def _add_compile_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--compile-only", action="store_true", help="fill the kernel cache and stop; needs no GPU")
-    text = "processes that compile (default: this machine's cores)"
-    parser.add_argument("--jobs", type=positive, metavar="N", help=text)
 
 
 def _add_grid(commands: Subparsers, kind: Pass, text: str) -> None:
@@ -121,7 +101,7 @@ def _add_cases(commands: Subparsers, name: str, text: str) -> None:
     parser = _command(commands, name, _run_cases, text)
     parser.set_defaults(command=name)
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--head-dim", type=_head_dim, nargs="+", metavar="D", help="default: 64 128")
+    parser.add_argument("--head-dim", type=head_dim, nargs="+", metavar="D", help="default: 64 128")
     parser.add_argument("--peers", nargs="*", metavar="NAME", help="of fa4, fa3, flex, cudnn (default: all installed)")
     parser.add_argument("--seed", type=int, help="of the inputs; a fresh one by default, printed either way")
     parser.add_argument("--output", type=Path, default=RESULTS / f"{name}.json", help="the JSON file")
@@ -145,20 +125,22 @@ def _add_launch(commands: Subparsers) -> None:
 def _add_ablation(commands: Subparsers) -> None:
     text = "the default kernel against itself with one technique switched off"
     parser = _command(commands, "ablation", _run_ablation, text)
+    parser.set_defaults(kind=FORWARD)
     _add_grid_arguments(parser, "128 64 256", "16k 2k")
     _add_run_arguments(parser, RESULTS / "ablation.json", "none")
     _add_budget_arguments(parser, "600", 600.0)
-    _add_compile_arguments(parser)
+    add_compile_arguments(parser)
 
 
 def _add_tiles(commands: Subparsers) -> None:
-    text = "explicit configurations against the default, for picking rows of TILE_TABLE"
+    text = "explicit configurations against the default, for picking rows of the tile tables"
     parser = _command(commands, "tiles", _run_tiles, text)
+    add_pass_argument(parser)
     _add_grid_arguments(parser, "128", "16k 2k")
     _add_run_arguments(parser, None, "none")
     _add_budget_arguments(parser, "300", 300.0)
-    _add_compile_arguments(parser)
-    text = "such as '128x128:stages=2,softmax=lazy;128x176'; fields are those of ForwardConfig"
+    add_compile_arguments(parser)
+    text = "such as '128x128:stages=2,softmax=lazy;128x176'; fields are those of ForwardConfig or BackwardConfig"
     parser.add_argument("--configs", required=True, help=text)
 
 
@@ -196,7 +178,7 @@ def _run_grid(args: argparse.Namespace) -> int:
     options = GridOptions(
         cells=_cells(args, HEAD_DIMS, QUICK_SEQLENS if args.quick else SEQLENS),
         peers=_peers(args.peers, args.kind),
-        seed=_seed(args),
+        seed=chosen_seed(args),
         budget_seconds=args.budget_seconds or (60.0 if args.quick else 300.0),
         seconds_per_cell=args.seconds_per_cell,
         burst=not (args.quick or args.no_burst),
@@ -233,7 +215,7 @@ def _run_cases(args: argparse.Namespace) -> int:
         command=args.command,
         cases=CASES[args.command](args.dtype, args.head_dim or CASE_HEAD_DIMS),
         peers=[peer for name, peer in every.items() if args.peers is None or name in (OURS, *args.peers)],
-        seed=_seed(args),
+        seed=chosen_seed(args),
         budget_seconds=args.budget_seconds,
         seconds_per_cell=args.seconds_per_cell,
     )
@@ -267,7 +249,7 @@ def _run_fp8(args: argparse.Namespace) -> int:
     from flashhopper.bench.timing import CudaClock
 
     require_hopper()
-    results = Fp8Run(_seed(args), CudaClock(), print).run(_cells(args, HEAD_DIMS, SEQLENS), args.budget_seconds)
+    results = Fp8Run(chosen_seed(args), CudaClock(), print).run(_cells(args, HEAD_DIMS, SEQLENS), args.budget_seconds)
     write_json(args.output, results.to_json())
     for name, value in geometric_means(results.rows).items():
         print(f"{name}: {value:.3f}")
@@ -283,7 +265,7 @@ def _run_launch(args: argparse.Namespace) -> int:
     from flashhopper.bench.timing import CudaClock
 
     require_hopper()
-    results = run_launch(_peers(args.peers), _seed(args), CudaClock())
+    results = run_launch(_peers(args.peers), chosen_seed(args), CudaClock())
     write_json(args.output, results.to_json())
     make_console().print(launch_table(results.rows))
     print_skipped(results.skipped)
@@ -300,29 +282,30 @@ def _run_ablation(args: argparse.Namespace) -> int:
 def _run_tiles(args: argparse.Namespace) -> int:
     from flashhopper.bench.configs import explicit_variants, parse_configs
 
-    return _run_variants(args, explicit_variants(parse_configs(args.configs)), (128,))
+    return _run_variants(args, explicit_variants(parse_configs(args.configs, args.kind)), (128,))
 
 
 def _run_variants(args: argparse.Namespace, variants: Variants, head_dims: tuple[int, ...]) -> int:
     """Plan, compile what the disk cache lacks in parallel, then run; ``--compile-only`` stops there, without a GPU."""
-    from flashhopper.bench.configs import VariantPlan
+    from flashhopper.bench.configs import VariantPlan, companion_specs
     from flashhopper.bench.environment import require_hopper
     from flashhopper.bench.results import write_json
     from flashhopper.cli.warmup import warm_specs
 
-    peers = _peers(args.peers or [], ours=False)
+    peers = _peers(args.peers or [], args.kind, ours=False)
     if not args.compile_only:
         require_hopper()
-    plan = VariantPlan.of(_cells(args, head_dims, (16384, 2048)), variants)
+    cells = _cells(args, head_dims, (16384, 2048))
+    plan = VariantPlan.of(cells, variants, args.kind)
     print_skipped(plan.infeasible, "infeasible: ")
-    code = warm_specs(plan.specs, args.jobs)
+    code = warm_specs([*plan.specs, *companion_specs(args.kind, cells)], args.jobs)
     if args.compile_only:
         return code
 
     from flashhopper.bench.ablation import VariantOptions, VariantRun
     from flashhopper.bench.timing import CudaClock
 
-    options = VariantOptions(plan, peers, _seed(args), args.budget_seconds, args.seconds_per_cell)
+    options = VariantOptions(plan, peers, chosen_seed(args), args.budget_seconds, args.seconds_per_cell)
     with progress_bar() as (progress, total):
         run = VariantRun(options, CudaClock(), progress)
         total(run.steps())
@@ -405,24 +388,3 @@ def _peers(names: list[str] | None, kind: Pass = FORWARD, ours: bool = True) -> 
         raise BenchError(f"--peers names {', '.join(unknown)}; there are {known}")
     chosen = set(kind.names if names is None else names) | ({OURS} if ours else set())
     return [peer for name, peer in all_peers(kind).items() if name in chosen]
-
-
-def _seed(args: argparse.Namespace) -> int:
-    seed: int = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
-    print(f"seed {seed}")
-    return seed
-
-
-def _head_dim(text: str) -> int:
-    """What ``flash_attn_func`` takes, so that a wrong one is an error here and not an empty table."""
-    if not text.isdigit() or int(text) % 8 or not 8 <= int(text) <= 256:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a multiple of 8 from 8 to 256")
-    return int(text)
-
-
-def _seqlen(text: str) -> int:
-    """``512`` or ``16k``."""
-    digits, factor = (text[:-1], 1024) if text.lower().endswith("k") else (text, 1)
-    if not digits.isdigit() or int(digits) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a sequence length such as 512 or 16k")
-    return int(digits) * factor
