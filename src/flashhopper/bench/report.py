@@ -11,6 +11,7 @@ from rich.table import Table
 from flashhopper.bench import BenchError
 from flashhopper.bench.case_peers import CASE_LABELS, CASE_NAMES
 from flashhopper.bench.case_run import CaseResults
+from flashhopper.bench.findings import Finding
 from flashhopper.bench.grid import PEAK_TFLOPS, Cell, short_seqlen
 from flashhopper.bench.passes import LABELS, OURS, OURS_DETERMINISTIC, Pass
 from flashhopper.bench.results import GridResults, Row
@@ -123,6 +124,19 @@ def variant_tables(results: VariantResults) -> list[Table]:
             table.add_row(variant, *(_variant_cell(found.get((variant, cell))) for cell in cells))
         tables.append(table)
     return tables
+
+
+def finding_table(finding: Finding) -> Table:
+    """A line per finalist, fastest first: TFLOPS and ratio in each shape, then over all of them."""
+    table = Table(title=f"{finding.of}: TFLOPS, speed relative to the row's, and its noise")
+    table.add_column("configuration")
+    for cell in finding.of.cells:
+        table.add_column(short_seqlen(cell.s), justify="right")
+    table.add_column("all", justify="right")
+    for standing in finding.standings:
+        gain = f"{standing.gain.value:.3f} ±{standing.gain.noise:.3f}"
+        table.add_row(standing.name, *map(_variant_cell, standing.rows), gain)
+    return table
 
 
 def markdown_table(results: GridResults, every_cell: bool = False) -> str:

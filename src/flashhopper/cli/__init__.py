@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from flashhopper._version import __version__
 
-COMMANDS = ("doctor", "warmup", "cache", "bench", "accuracy")
+COMMANDS = ("doctor", "warmup", "cache", "bench", "tune", "accuracy")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -100,10 +100,15 @@ def _progress(total: int) -> Iterator[tuple[Progress, Callable[[], None]]]:
         yield progress, functools.partial(progress.advance, task)
 
 
-def warm_specs(specs: Sequence[AnySpec], jobs: int | None, worker: Worker = warm_kernel) -> int:
-    """Compile what is not cached yet, and return the exit code: 1 if a kernel failed."""
+def warm_specs(
+    specs: Sequence[AnySpec],
+    jobs: int | None,
+    worker: Worker = warm_kernel,
+    is_there: Callable[[AnySpec], bool] = is_cached,
+) -> int:
+    """Run ``worker`` on what is not there yet, and return the exit code: 1 if a kernel failed."""
     started = time.perf_counter()
-    missing = [spec for spec in specs if not is_cached(spec)]
+    missing = [spec for spec in specs if not is_there(spec)]
     jobs = min(jobs or len(os.sched_getaffinity(0)), len(missing))
     failures: list[tuple[AnySpec, Exception]] = []
     if missing:
