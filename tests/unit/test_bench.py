@@ -296,7 +296,15 @@ def test_peers_give_reasons_without_a_gpu(no_gpu: None) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [["forward"], ["backward"], ["train"], ["launch"], ["ablation"], ["tiles", "--configs", "128x128"]]
+    "command",
+    [
+        ["forward"],
+        ["backward"],
+        ["train"],
+        ["launch"],
+        ["ablation"],
+        ["tiles", "--pass", "backward", "--configs", "64x128:q_stages=3"],
+    ],
 )
 def test_measuring_needs_a_hopper_gpu(no_gpu: None, capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
     assert run_cli(*command) == CANNOT_RUN
@@ -374,5 +382,7 @@ def test_wrong_arguments_are_one_line(no_gpu: None, capsys: pytest.CaptureFixtur
     assert "tile '128'" in capsys.readouterr().err
     assert run_cli("ablation", "--peers", "fa9") == CANNOT_RUN
     assert "there are fa4, fa3, cudnn, fa2" in capsys.readouterr().err
+    assert run_cli("tiles", "--pass", "backward", "--configs", "64x128:q_regs=on") == CANNOT_RUN
+    assert "no field 'q_in_registers'; there are split, num_q_stages" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         run_cli("forward", "--seqlen", "0k")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from flashhopper.bench import BenchError
-from flashhopper.bench.configs import DEFAULT, AnyConfig, VariantPlan, problem_of
+from flashhopper.bench.configs import DEFAULT, AnyConfig, MainSpec, main_spec, problem_of
 from flashhopper.bench.grid import Cell, short_seqlen
 from flashhopper.bench.passes import BACKWARD, Pass
 from flashhopper.bench.search import search_variants
@@ -44,6 +44,12 @@ class LengthClass:
         return self.configs[DEFAULT]
 
     @property
+    def specs(self) -> dict[str, MainSpec]:
+        """The main kernels, by the same names."""
+        problem = problem_of(self.cells[0])
+        return {name: main_spec(self.kind, problem, config) for name, config in self.configs.items()}
+
+    @property
     def side(self) -> str:
         """What the lengths of the row are lengths of."""
         return "queries" if self.kind is BACKWARD else "keys"
@@ -63,25 +69,31 @@ def table_of(kind: Pass) -> Sequence[AnyRow]:
     return BACKWARD_TABLE if kind is BACKWARD else TILE_TABLE
 
 
-def length_classes(cells: Sequence[Cell], kind: Pass) -> tuple[list[LengthClass], VariantPlan]:
-    """The classes that cells of the same head dimensions fall into, in the table's order, and all their kernels."""
+def length_classes(cells: Sequence[Cell], kind: Pass, skip: Collection[str] = ()) -> list[LengthClass]:
+    """The classes that cells of the same head dimensions fall into, in the table's order, without the configurations
+    named in ``skip``. BenchError if they have no row of their own, or nothing has that name."""
     table = table_of(kind)
-    numbers: dict[tuple[int, bool], list[Cell]] = {}
+    found: dict[tuple[int, bool], list[Cell]] = {}
     for cell in cells:
         problem = problem_of(cell)
         row: AnyRow = select_backward_row(problem) if kind is BACKWARD else select_row(problem)
         if (row.head_dim, row.head_dim_v) != (cell.d, cell.head_dim_v):
-            there = ", ".join(dict.fromkeys(f"{row.head_dim} {row.head_dim_v}" for row in table))
+            rows = ", ".join(dict.fromkeys(f"{row.head_dim} {row.head_dim_v}" for row in table))
             raise BenchError(
-                f"{table_name(kind)} has no row of its own for {cell.head_dims}; head dims of rows: {there}"
+                f"{table_name(kind)} has no row of its own for {cell.head_dims}; head dims of rows: {rows}"
             )
         number = next(number for number, one in enumerate(table) if one is row)
-        numbers.setdefault((number, cell.causal), []).append(cell)
-    plan = VariantPlan.of(cells, search_variants(cells[0].d, cells[0].head_dim_v), kind)
-    classes = [
-        LengthClass(kind, number, tuple(found), plan.cells[found[0]]) for (number, _), found in sorted(numbers.items())
-    ]
-    return classes, plan
+        found.setdefault((number, cell.causal), []).append(cell)
+    variants = search_variants(cells[0].d, cells[0].head_dim_v)
+    classes, unknown = [], set(skip)
+    for (number, _), of_row in sorted(found.items()):
+        every = variants(main_spec(kind, problem_of(of_row[0])).config)
+        unknown -= every.keys() - {DEFAULT}
+        configs = {name: config for name, config in every.items() if name == DEFAULT or name not in skip}
+        classes.append(LengthClass(kind, number, tuple(of_row), configs))
+    if unknown:
+        raise BenchError(f"--skip names {', '.join(sorted(unknown))}; --dry-run lists the configurations")
+    return classes
 
 
 @dataclass(frozen=True)

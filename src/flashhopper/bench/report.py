@@ -11,6 +11,7 @@ from rich.table import Table
 from flashhopper.bench import BenchError
 from flashhopper.bench.case_peers import CASE_LABELS, CASE_NAMES
 from flashhopper.bench.case_run import CaseResults
+from flashhopper.bench.configs import DEFAULT, config_text
 from flashhopper.bench.findings import Finding
 from flashhopper.bench.grid import PEAK_TFLOPS, Cell, short_seqlen
 from flashhopper.bench.passes import LABELS, OURS, OURS_DETERMINISTIC, Pass
@@ -135,7 +136,8 @@ def finding_table(finding: Finding) -> Table:
     table.add_column("all", justify="right")
     for standing in finding.standings:
         gain = f"{standing.gain.value:.3f} ±{standing.gain.noise:.3f}"
-        table.add_row(standing.name, *map(_variant_cell, standing.rows), gain)
+        name = f"{DEFAULT}, {config_text(standing.config)}" if standing.name == DEFAULT else standing.name
+        table.add_row(name, *map(_variant_cell, standing.rows), gain)
     return table
 
 

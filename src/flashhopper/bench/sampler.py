@@ -10,6 +10,7 @@ import torch
 from flashhopper.bench.check import Check, check_cell, reason_of
 from flashhopper.bench.configs import AnyConfig
 from flashhopper.bench.grid import Cell
+from flashhopper.bench.hang_guard import hang_guard
 from flashhopper.bench.passes import Pass
 from flashhopper.bench.peers import Call, GradientCall, Peer
 from flashhopper.bench.run import Progress
@@ -77,9 +78,10 @@ class Sampler:
         small = check_cell(cell)
         todo = {name: config for name, config in configs.items() if (small, config) not in self.checked}
         checks: list[Check] = []
-        if todo:
-            peers = [ConfigPeer(name, config) for name, config in todo.items()]
-            checks = work_of(self.kind, small, self.generator).check(peers)
+        work = work_of(self.kind, small, self.generator)
+        for name, config in todo.items():
+            with hang_guard(name):
+                checks += work.check([ConfigPeer(name, config)])
         failed = {check.name: check for check in checks if not check.ok}
         self.checked.update((small, config) for name, config in todo.items() if name not in failed)
         for name, check in failed.items():
@@ -105,9 +107,10 @@ class Sampler:
     def _ready(self, work: Work, peer: Peer, is_ours: bool) -> Candidate | None:
         """Called once, so that whatever happens at a first call has happened."""
         try:
-            candidate = work.candidate(peer)
-            candidate.launch(1)
-            self.clock.synchronize()
+            with hang_guard(peer.name):
+                candidate = work.candidate(peer)
+                candidate.launch(1)
+                self.clock.synchronize()
         except Exception as error:  # whatever an implementation raises is its result
             self.results.skip(peer.name, str(work.cell), reason_of(error), error=is_ours)
             return None

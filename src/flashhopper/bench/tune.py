@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flashhopper.bench.configs import DEFAULT, AnyConfig, MainSpec, main_spec, problem_of
+from flashhopper.bench.configs import DEFAULT, AnyConfig, MainSpec
 from flashhopper.bench.environment import describe_machine
 from flashhopper.bench.findings import Finding, LengthClass, Standing
 from flashhopper.bench.run import Progress
@@ -37,9 +37,9 @@ def without_unfit(
     stays: it is there."""
     kept, dropped = [], []
     for one in classes:
-        problem, configs = problem_of(one.cells[0]), dict(one.configs)
-        for name, config in one.configs.items():
-            report = report_of(main_spec(one.kind, problem, config))
+        configs = dict(one.configs)
+        for name, spec in one.specs.items():
+            report = report_of(spec)
             reason = "did not compile" if report is None else report.problem
             if reason is not None and name != DEFAULT:
                 dropped.append({"variant": name, "where": str(one), "reason": reason})

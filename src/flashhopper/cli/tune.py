@@ -48,6 +48,8 @@ def add_parser(subparsers: Any) -> None:
         default=300.0,
         help="for checks and timing on the card, after compiling (default: 300)",
     )
+    text = "configurations to leave out, by the names that --dry-run lists"
+    parser.add_argument("--skip", nargs="+", default=[], metavar="NAME", help=text)
     parser.add_argument("--seed", type=int, help="of the inputs; a fresh one by default, printed either way")
     add_compile_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="list the configurations and stop; needs no GPU")
@@ -64,12 +66,13 @@ def run(args: argparse.Namespace) -> int:
     if args.write and args.dtype != "bfloat16":
         raise BenchError("--write: the tables have no rows by dtype, their figures are of bfloat16; leave --dtype out")
     cells = _cells(args)
-    classes, plan = length_classes(cells, args.kind)
+    classes = length_classes(cells, args.kind, args.skip)
     if args.dry_run:
         return _print_plan(classes)
     if not args.compile_only:
         _require_hopper()
-    specs = [*plan.specs, *companion_specs(args.kind, cells)]
+    main_specs = [spec for one in classes for spec in one.specs.values()]
+    specs = list(dict.fromkeys([*main_specs, *companion_specs(args.kind, cells)]))
     try:
         if problem := DiskCache(cache_dir()).problem():
             raise OSError(f"cannot write to the kernel cache, where kernels wait to be timed: {problem}")
@@ -133,8 +136,7 @@ def _print_plan(classes: Sequence[LengthClass]) -> int:
         for name, config in one.configs.items():
             smem = config.smem_bytes(one.cells[0].d, one.cells[0].head_dim_v)
             print(f"  {name}  {smem / 1024:.0f} KiB")
-    kernels = {(config, one.causal) for one in classes for config in one.configs.values()}
-    print(f"{len(kernels)} kernels")
+    print(f"{len({spec for one in classes for spec in one.specs.values()})} kernels")
     return 0
 
 
