@@ -48,7 +48,7 @@ class Producer:
         k_state, v_state = RingState.start(num_stages), RingState.start(num_stages)
         item = self.cta.scheduler.first_item()
         while item.tile >= 0:
-            k_state, v_state = self.load_item(item, q_state, k_state, v_state)
+            item, k_state, v_state = self.load_item(item, q_state, k_state, v_state)
             q_state = q_state.next()
             item = self.cta.scheduler.next_item(item, self.lane, self.cta.may_fail)
             if const_expr(self.cta.may_fail):
@@ -71,7 +71,8 @@ class Producer:
 
     @cute.jit
     def load_item(self, item, q_state: RingState, k_state: RingState, v_state: RingState):
-        """K of the last block first (Q's buffer may still be in use), then Q, then K and V in the consumers' order."""
+        """K of the last block first (Q's buffer may still be in use), then Q, then K and V in the consumers' order.
+        Returns the item with the next one's ticket, and the rings' states."""
         (m_block, head, batch), queries, keys = self.cta.scheduler.locate(item.tile, self.lane)
         tile_m = self.cta.spec.config.tile_m
         blocks = self.cta.key_blocks(m_block * tile_m, tile_m, self.cta.lengths_of(queries, keys))
@@ -103,6 +104,7 @@ class Producer:
             v_full = self.cta.v_ring.acquire(v_state, self.lane)
             cute.copy(self.tma_V.tma, gV[None, last_block + 1 - j], sV[None, v_state.stage], tma_bar_ptr=v_full)
             v_state = v_state.next()
+        item = self.cta.scheduler.request(item, self.lane)
         v_full = self.cta.v_ring.acquire(v_state, self.lane)
         cute.copy(self.tma_V.tma, gV[None, blocks.first], sV[None, v_state.stage], tma_bar_ptr=v_full)
-        return k_state, v_state.next()
+        return item, k_state, v_state.next()

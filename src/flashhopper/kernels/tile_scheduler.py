@@ -90,13 +90,25 @@ class RaggedGrid:
 
 
 class WorkItem(DynamicValues):
-    """The producer's place in its sequence of items: the current tile, and what it needs to pick the next."""
+    """The producer's place in its sequence of items: the current tile, and what it needs to pick the next.
 
-    dynamic = ("tile", "exact", "previous", "claimed", "count", "is_open")
+    ``ticket`` is what the last request gave and, if ``is_held``, stands for a fresh tile that no item has had yet.
+    """
 
-    def __init__(self, tile: Int32, exact: Int32, previous: Int32, claimed: Int32, count: Int32, is_open: Int32):
+    dynamic = ("tile", "exact", "previous", "ticket", "is_held", "count", "is_open")
+
+    def __init__(
+        self,
+        tile: Int32,
+        exact: Int32,
+        previous: Int32,
+        ticket: Int32,
+        is_held: Int32,
+        count: Int32,
+        is_open: Int32,
+    ):
         self.tile, self.exact, self.previous = tile, exact, previous
-        self.claimed, self.count, self.is_open = claimed, count, is_open
+        self.ticket, self.is_held, self.count, self.is_open = ticket, is_held, count, is_open
 
 
 class Mailbox:
@@ -152,7 +164,10 @@ class Mailbox:
 
 
 class TileScheduler:
-    """Hands out tiles to one CTA; each kind differs only in :meth:`claim`.
+    """Hands out tiles to one CTA; each kind differs only in :meth:`draw` and :meth:`tile_of`.
+
+    A fresh tile is requested before the last load of an item and looked at after it: the counter's answer takes as
+    long as a short block, and whoever asks earlier may keep a tile from a CTA that is free before.
 
     ``workspace`` is int32 (4,), zero before the first launch that uses it: next tile, CTAs that left, tiles redone (a
     statistic), unused. The last CTA of a launch resets the first two.
@@ -169,7 +184,7 @@ class TileScheduler:
         tile = cta
         if const_expr(isinstance(self.grid, RaggedGrid)):
             tile = cta if cta < self.grid.num_tiles else Int32(NO_TILE)
-        return WorkItem(tile, Int32(0), Int32(NO_TILE), cta, Int32(0), Int32(1))
+        return WorkItem(tile, Int32(0), Int32(NO_TILE), cta, Int32(0), Int32(0), Int32(1))
 
     def locate(self, tile: Int32, lane: Int32) -> tuple[TileCoord, Rows | None, Rows | None]:
         """Coordinates of a tile; of a ragged batch also the rows of its sequence in Q and in K."""
@@ -178,16 +193,28 @@ class TileScheduler:
         return self.grid.locate(tile, lane)
 
     @cute.jit
-    def claim(self, last_claimed: Int32, lane: Int32):
-        """The next fresh tile number of this CTA; past the end of the grid if there is none."""
-        tile = last_claimed
+    def request(self, item: WorkItem, lane: Int32):
+        """Before the last load of ``item``: the item with a ticket, unless it holds one or no fresh tile is left.
+        Nothing waits for the ticket here."""
+        ticket, is_held = item.ticket, item.is_held
+        if item.is_open == 1 and is_held == 0:
+            ticket, is_held = self.draw(ticket, lane), Int32(1)
+        return WorkItem(item.tile, item.exact, item.previous, ticket, is_held, item.count, item.is_open)
+
+    @cute.jit
+    def draw(self, last: Int32, lane: Int32):
+        """The next ticket of this CTA; the counter's is in lane 0 only."""
+        ticket = last
         if const_expr(self.kind == "dynamic"):
             if lane == 0:
-                tile = ptx.atomic_increment(self.workspace.iterator)
-            tile = cute.arch.shuffle_sync(tile, 0) + self.num_ctas
+                ticket = ptx.atomic_increment(self.workspace.iterator)
         else:  # static; a single-tile CTA gets num_tiles = num_ctas here, which ends it
-            tile = last_claimed + self.num_ctas
-        return tile
+            ticket = last + self.num_ctas
+        return ticket
+
+    def tile_of(self, ticket: Int32) -> Int32:
+        """The tile that a ticket stands for; past the end of the grid if there is none."""
+        return cute.arch.shuffle_sync(ticket, 0) + self.num_ctas if self.kind == "dynamic" else ticket
 
     @cute.jit
     def next_item(self, item: WorkItem, lane: Int32, may_fail: Constexpr[bool]):
@@ -195,20 +222,20 @@ class TileScheduler:
 
         None is not the end: ``item`` itself may yet fail, see :meth:`last_redo`.
         """
-        tile, exact, is_open, count = Int32(NO_TILE), Int32(0), item.is_open, item.count + 1
+        tile, exact, count = Int32(NO_TILE), Int32(0), item.count + 1
+        is_held, is_open = item.is_held, item.is_open
         if const_expr(may_fail):
             if count >= 2:
                 tile = self.tile_to_redo(count - 2, item.previous, lane)
             if tile >= 0:
                 exact = Int32(1)
-        claimed = item.claimed
-        if exact == 0 and is_open == 1:
-            claimed = self.claim(item.claimed, lane)
-            if claimed < self.grid.num_tiles:
-                tile = claimed
+        if exact == 0 and is_held == 1:
+            fresh, is_held = self.tile_of(item.ticket), Int32(0)
+            if fresh < self.grid.num_tiles:
+                tile = fresh
             else:
                 is_open = Int32(0)
-        return WorkItem(tile, exact, item.tile, claimed, count, is_open)
+        return WorkItem(tile, exact, item.tile, item.ticket, is_held, count, is_open)
 
     @cute.jit
     def last_redo(self, item: WorkItem, lane: Int32):
@@ -218,7 +245,7 @@ class TileScheduler:
         exact = Int32(0)
         if tile >= 0:
             exact = Int32(1)
-        return WorkItem(tile, exact, item.previous, item.claimed, item.count, item.is_open)
+        return WorkItem(tile, exact, item.previous, item.ticket, item.is_held, item.count, item.is_open)
 
     @cute.jit
     def tile_to_redo(self, judged: Int32, tile: Int32, lane: Int32):
