@@ -58,15 +58,16 @@ def flash_attn_func(
     Args:
         q: ``(batch, seqlen_q, heads, head_dim)``, bfloat16 or float16 (on the CPU also float32 and float64). Any
             strides with a contiguous last dimension. A base address or stride that is no multiple of 16 bytes, which
-            TMA cannot load, costs one copy of that tensor. Or FP8: q, k and v all from :func:`quantize_fp8`, or all
-            ``torch.float8_e4m3fn``; head dims are then multiples of 16, out is not differentiable.
+            TMA cannot load, costs one copy of that tensor. Or FP8: q, k and v all from :func:`quantize_fp8` with one
+            dtype, or all ``torch.float8_e4m3fn``, or all ``torch.float8_e5m2``; head dims are then multiples of 16, out
+            is not differentiable.
         k: ``(batch, seqlen_k, heads_k, head_dim)``; ``heads`` must be a multiple of ``heads_k`` (GQA, MQA).
         v: ``(batch, seqlen_k, heads_k, head_dim_v)``. Both head dims are multiples of 8 from 8 to 256.
         softmax_scale: factor on q·k, from 0 to 2**20; None is ``head_dim ** -0.5``.
         causal: query i sees keys 0 … i + seqlen_k - seqlen_q (aligned to the bottom right).
         qv: only None is accepted today.
-        q_descale, k_descale, v_descale: what ``torch.float8_e4m3fn`` tensors are multiplied by, over 0: float32 with
-            one element, or ``(batch, heads_k)`` (q's too); None is 1.
+        q_descale, k_descale, v_descale: what ``torch.float8_e4m3fn`` or ``torch.float8_e5m2`` tensors are multiplied
+            by, over 0: float32 with one element, or ``(batch, heads_k)`` (q's too); None is 1.
         learnable_sink: ``(heads,)``, floating point: adds exp(sink) to the denominator of each row of its head, and to
             what LSE is the logarithm of; differentiable.
         alibi_slopes: ``(heads,)`` or ``(batch, heads)``, float32, constants: query i and key j score lower by
@@ -96,7 +97,7 @@ def flash_attn_func(
 
     Returns:
         out ``(batch, seqlen_q, heads, head_dim_v)`` in q's dtype (FP8: in the dtype that was quantised, bfloat16 for
-        ``torch.float8_e4m3fn`` tensors); on request also lse ``(batch, heads, seqlen_q)``,
+        8-bit tensors); on request also lse ``(batch, heads, seqlen_q)``,
         float32 (float64 for float64 inputs), the natural logarithm of the softmax's denominator. A query row that sees
         no key gives out 0 and LSE -inf (with a sink: the sink).
 
@@ -145,13 +146,14 @@ def quantize_fp8(
     hadamard: bool = True,
     center_v: bool = True,
     seed: int = 0,
+    dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> Fp8QKV:
-    """Quantise q, k and v to e4m3 for :func:`flash_attn_func`: ``flash_attn_func(*quantize_fp8(q, k, v))``.
+    """Quantise q, k and v to FP8 for :func:`flash_attn_func`: ``flash_attn_func(*quantize_fp8(q, k, v))``.
 
     q and k get a scale for each block of rows of a head (64 of q, 128 of k), after random signs and a Hadamard
     transform over head_dim, which spreads outliers over all channels and leaves q·k what it was (FlashAttention-3, Shah
-    et al. 2024, sec. 3.3). v gets a scale and a mean for each channel of a head. What is not finite becomes NaN and
-    takes no part in scales and means; what is 0 throughout has scale 1. CPU and GPU give the same bits.
+    et al. 2024, sec. 3.3). v gets a scale and a mean for each channel of a head. What is not finite becomes NaN, in
+    e5m2 too, and takes no part in scales and means; what is 0 throughout has scale 1. CPU and GPU give the same bits.
 
     Args:
         q, k, v: ``(batch, seqlen, heads, head_dim)``, bfloat16 or float16, head dims multiples of 16 from 16 to 256;
@@ -159,10 +161,13 @@ def quantize_fp8(
         cu_seqlens_q, seqused_q: of a ragged q ``(total, heads, head_dim)``, for :func:`flash_attn_varlen_func`, which
             must get these very tensors: each sequence has scales and a mean of its own, from its used rows.
         cu_seqlens_k, seqused_k: the same for k and v.
-        scales: ``"power_of_two"``: the smallest power of two s with amax / s ≤ 448; ``"amax"``: amax / 448.
+        scales: ``"power_of_two"``: the smallest power of two s with amax / s ≤ m, the dtype's largest number: 448, in
+            e5m2 57344; ``"amax"``: amax / m.
         hadamard: transform q and k. Both must have been transformed with the same seed, or neither.
         center_v: subtract from v the mean of each channel over all keys, which attention adds to its result.
         seed: of the signs.
+        dtype: ``torch.float8_e4m3fn``, or ``torch.float8_e5m2``, which has range in place of a bit of the mantissa, and
+            so twice the rounding error. q, k and v of one call of attention must have the same.
 
     Returns:
         A named tuple (q, k, v) of :class:`Fp8Tensor`, None where the argument was None.
@@ -174,7 +179,7 @@ def quantize_fp8(
         ImportError: a kernel is needed and the CuTe DSL is not installed.
     """
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    return ops_fp8.quantize(q, k, v, Fp8Recipe(scales, hadamard, center_v, seed), lengths)
+    return ops_fp8.quantize(q, k, v, Fp8Recipe(scales, hadamard, center_v, seed, dtype), lengths)
 
 
 def flash_attn_fp8_func(
@@ -190,6 +195,7 @@ def flash_attn_fp8_func(
     hadamard: bool = True,
     center_v: bool = True,
     seed: int = 0,
+    dtype: torch.dtype = torch.float8_e4m3fn,
     fp8_accumulate: Accumulate = "two_level",
     deterministic: bool = False,
     sm_margin: int = 0,
@@ -204,7 +210,7 @@ def flash_attn_fp8_func(
         q, k, v: as in :func:`flash_attn_func`, bfloat16 or float16, head dims multiples of 16.
         softmax_scale, causal, window_size, attention_chunk, deterministic, sm_margin, fp8_accumulate, return_lse: as in
             :func:`flash_attn_func`.
-        scales, hadamard, center_v, seed: as in :func:`quantize_fp8`.
+        scales, hadamard, center_v, seed, dtype: as in :func:`quantize_fp8`.
 
     Returns:
         out ``(batch, seqlen_q, heads, head_dim_v)`` in q's dtype; on request also lse ``(batch, heads, seqlen_q)``,
@@ -216,7 +222,7 @@ def flash_attn_fp8_func(
     options = AttentionOptions(
         softmax_scale, causal, window_size, attention_chunk, deterministic=deterministic, sm_margin=sm_margin
     )
-    recipe = Fp8Recipe(scales, hadamard, center_v, seed)
+    recipe = Fp8Recipe(scales, hadamard, center_v, seed, dtype)
     out, lse = ops_fp8.attention_from_16_bit(FromSixteenBits(q, k, v, recipe, options, fp8_accumulate))
     return (out, lse) if return_lse else out
 
@@ -240,6 +246,7 @@ def flash_attn_varlen_fp8_func(
     hadamard: bool = True,
     center_v: bool = True,
     seed: int = 0,
+    dtype: torch.dtype = torch.float8_e4m3fn,
     fp8_accumulate: Accumulate = "two_level",
     deterministic: bool = False,
     sm_margin: int = 0,
@@ -253,7 +260,7 @@ def flash_attn_varlen_fp8_func(
             :func:`flash_attn_varlen_func`.
         softmax_scale, causal, window_size, attention_chunk, deterministic, sm_margin, fp8_accumulate, return_lse: as in
             :func:`flash_attn_func`.
-        scales, hadamard, center_v, seed: as in :func:`quantize_fp8`.
+        scales, hadamard, center_v, seed, dtype: as in :func:`quantize_fp8`.
 
     Returns:
         out ``(total_q, heads, head_dim_v)`` in q's dtype; on request also lse ``(heads, total_q)``, float32. Rows that
@@ -265,7 +272,7 @@ def flash_attn_varlen_fp8_func(
     options = AttentionOptions(
         softmax_scale, causal, window_size, attention_chunk, deterministic=deterministic, sm_margin=sm_margin
     )
-    recipe = Fp8Recipe(scales, hadamard, center_v, seed)
+    recipe = Fp8Recipe(scales, hadamard, center_v, seed, dtype)
     ragged = RaggedTensors(max_seqlen_q, max_seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     call = FromSixteenBits(q, k, v, recipe, options, fp8_accumulate, ragged)
     out, lse = ops_fp8.attention_from_16_bit(call)

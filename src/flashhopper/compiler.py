@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flashhopper.config import (
-    FP8,
     AnySpec,
     BackwardSpec,
     PostprocessSpec,
@@ -74,7 +73,7 @@ def compile_spec(spec: AnySpec, options: str = COMPILE_OPTIONS) -> Any:
         return compile_postprocess(spec, options=options)
     if isinstance(spec, QuantizeSpec):
         return _compile_quantize(spec, options)
-    if spec.dtype == FP8:
+    if spec.is_fp8:
         from flashhopper.kernels.fp8_forward import compile_fp8_forward
 
         return compile_fp8_forward(spec, options=options)

@@ -23,15 +23,18 @@ QUERIES_PER_SCALE = ROWS_PER_WARPGROUP  # FP8: rows of Q that share a scale
 SMEM_BYTES_PER_CTA = 232448  # 227 KiB, the opt-in limit of compute capability 9.0
 
 
-Dtype = Literal["bfloat16", "float16", "float8_e4m3fn"]
+Dtype = Literal["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
 Scheduler = Literal["single", "static", "dynamic"]
 Softmax = Literal["exact", "lazy"]
 WarpgroupOrder = Literal["free", "stagger", "ping_pong"]
 BackwardSplit = Literal["keys", "operands"]
 ScaleKind = Literal["power_of_two", "amax"]
 
-ELEMENT_BYTES: dict[Dtype, int] = {"bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
-FP8: Dtype = "float8_e4m3fn"
+ELEMENT_BYTES: dict[Dtype, int] = {"bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+E4M3: Dtype = "float8_e4m3fn"
+E5M2: Dtype = "float8_e5m2"
+FP8_MAX_EXPONENT: dict[Dtype, int] = {E4M3: 8, E5M2: 15}
+"""FP8 types. The largest number of each is 1.75 times 2 to this power."""
 FLUSHED_BYTES = 4  # of an element of O in shared memory
 OUTPUT_BYTES = 2  # of an element of O, which is 16-bit whatever the inputs are
 WGMMA_K_BYTES = 32  # of one WGMMA's summed extent: 16 elements of 16 bits, 32 of 8
@@ -297,12 +300,16 @@ class KernelSpec:
             raise ConfigError("softmax='lazy' with score_mod or mask_mod: no block is known to be unmasked")
         if self.dtype == "float16" and self.config.softmax == "lazy":
             raise ConfigError("softmax='lazy' lets P grow to 2**30, float16 ends at 65504: use softmax='exact'")
-        if (self.dtype == FP8) != (self.out_dtype is not None) or self.out_dtype == FP8:
-            raise ConfigError(f"out_dtype={self.out_dtype!r}: a 16-bit type with dtype={FP8!r}, else None")
+        if self.is_fp8 != (self.out_dtype is not None) or self.out_dtype in FP8_MAX_EXPONENT:
+            raise ConfigError(f"out_dtype={self.out_dtype!r} with dtype={self.dtype!r}: 16-bit with FP8, else None")
         lacking = [name for name in self.features.names if name not in FP8_FEATURES]
-        if self.dtype == FP8 and lacking:
+        if self.is_fp8 and lacking:
             raise ConfigError(f"{', '.join(lacking)}: not in FP8 kernels yet")
         self.config.check_feasible(self.head_dim, self.head_dim_v, ELEMENT_BYTES[self.dtype])
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.dtype in FP8_MAX_EXPONENT
 
     @property
     def name(self) -> str:
@@ -447,8 +454,8 @@ class BackwardSpec:
         _check_features(self)
         if self.features.sink:
             raise ConfigError("the backward has no sink of its own: the LSE contains it")
-        if self.dtype == FP8:
-            raise ConfigError(f"dtype={FP8!r}: the backward is computed in 16 bits")
+        if self.dtype in FP8_MAX_EXPONENT:
+            raise ConfigError(f"dtype={self.dtype!r}: the backward is computed in 16 bits")
         self.config.check_feasible(self.head_dim, self.head_dim_v)
 
     @property
@@ -505,9 +512,14 @@ class ScheduleSpec:
         return f"schedule{'_used_rows' if self.has_used_rows else ''}{'_used_others' if self.has_used_others else ''}"
 
 
+def _quantize_name(spec: QuantizeRowsSpec | ValueScalesSpec | QuantizeValuesSpec) -> str:
+    """For the names of kernels: what is not usual about the batch and the result."""
+    return ("_ragged" if spec.ragged else "") + ("" if spec.out_dtype == E4M3 else f"_{spec.out_dtype}")
+
+
 @dataclass(frozen=True)
 class QuantizeRowsSpec:
-    """The kernel that quantises Q or K to e4m3; ``head_dim`` is the tensor's own, ``rows`` share a scale."""
+    """The kernel that quantises Q or K; ``head_dim`` is the tensor's own, ``rows`` share a scale."""
 
     dtype: Dtype
     head_dim: int
@@ -515,10 +527,11 @@ class QuantizeRowsSpec:
     scales: ScaleKind
     hadamard: bool
     ragged: bool = False
+    out_dtype: Dtype = E4M3
 
     @property
     def name(self) -> str:
-        flags = ("_hadamard" if self.hadamard else "") + ("_ragged" if self.ragged else "")
+        flags = ("_hadamard" if self.hadamard else "") + _quantize_name(self)
         return f"quantize_rows_{self.dtype}_d{self.head_dim}_{self.rows}_{self.scales}{flags}"
 
 
@@ -544,24 +557,27 @@ class ValueScalesSpec:
     scales: ScaleKind
     center: bool
     ragged: bool = False
+    out_dtype: Dtype = E4M3
+    """Of V once it is quantised."""
 
     @property
     def name(self) -> str:
-        flags = ("_centred" if self.center else "") + ("_ragged" if self.ragged else "")
+        flags = ("_centred" if self.center else "") + _quantize_name(self)
         return f"value_scales_{self.dtype}_d{self.head_dim}_{self.scales}{flags}"
 
 
 @dataclass(frozen=True)
 class QuantizeValuesSpec:
-    """The kernel that converts V to e4m3 and transposes it; with dtype e4m3 it transposes alone."""
+    """The kernel that converts V and transposes it; with dtype e4m3 it transposes alone."""
 
     dtype: Dtype
     head_dim: int
     ragged: bool = False
+    out_dtype: Dtype = E4M3
 
     @property
     def name(self) -> str:
-        return f"quantize_values_{self.dtype}_d{self.head_dim}{'_ragged' if self.ragged else ''}"
+        return f"quantize_values_{self.dtype}_d{self.head_dim}{_quantize_name(self)}"
 
 
 QuantizeSpec = QuantizeRowsSpec | ValueStatisticsSpec | ValueScalesSpec | QuantizeValuesSpec

@@ -22,13 +22,15 @@ from flashhopper.problem import (
     TensorFacts,
     exceeds,
 )
-from flashhopper.reference_fp8 import E4M3, SCALE_KINDS, WHOLE_SEQUENCE, Operands
+from flashhopper.reference_fp8 import E4M3, E5M2, FP8_DTYPES, SCALE_KINDS, WHOLE_SEQUENCE, Operands
 from flashhopper.reference_fp8_varlen import Sequences
+from flashhopper.unproven import refuse_unproven
 
 Role = Literal["q", "k", "v"]
 Accumulate = Literal["two_level", "fast"]
 ACCUMULATE: tuple[Accumulate, ...] = ("two_level", "fast")
 ROWS_PER_SCALE: dict[Role, int] = {"q": QUERIES_PER_SCALE, "k": KEYS_PER_SCALE, "v": WHOLE_SEQUENCE}
+FP8_NAMES = " and ".join(map(str, FP8_DTYPES))
 MULTIPLE = 16  # of head dims: TMA's strides are multiples of 16 bytes
 
 
@@ -38,9 +40,10 @@ class Fp8Tensor:
 
     role: Role
     data: torch.Tensor
-    """e4m3. q and k: ``(batch, seqlen, heads, head_dim)``. v: ``(batch, heads, head_dim_v, slots)``, transposed for the
-    tensor cores, keys in the kernels' order and padded with zeros to a multiple of 128. Of a ragged batch without the
-    batch dimension: sequence i has the slots from 128 · (cu_seqlens[i] // 128 + i) of 128 · (total // 128 + batch)."""
+    """e4m3 or e5m2. q and k: ``(batch, seqlen, heads, head_dim)``. v: ``(batch, heads, head_dim_v, slots)``, transposed
+    for the tensor cores, keys in the kernels' order and padded with zeros to a multiple of 128. Of a ragged batch
+    without the batch dimension: sequence i has the slots from 128 · (cu_seqlens[i] // 128 + i) of 128 · (total // 128 +
+    batch)."""
     scale: torch.Tensor
     """fp32. q and k: ``(batch, heads, blocks)``, one for ``rows_per_scale`` rows; of a ragged batch ``(heads, total //
     rows_per_scale + batch)``, those of sequence i from block cu_seqlens[i] // rows_per_scale + i. v: ``(batch, heads,
@@ -60,6 +63,11 @@ class Fp8Tensor:
     @property
     def device(self) -> torch.device:
         return self.data.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of ``data``."""
+        return self.data.dtype
 
     def dequantize(self) -> torch.Tensor:
         """What the quantised numbers stand for, fp32 of ``shape``; transform and mean are undone. Of a ragged batch it
@@ -97,6 +105,7 @@ class Fp8Recipe(NamedTuple):
     hadamard: bool = True
     center_v: bool = True
     seed: int = 0
+    dtype: torch.dtype = E4M3
 
     def validate(self) -> None:
         if self.scales not in SCALE_KINDS:
@@ -106,6 +115,8 @@ class Fp8Recipe(NamedTuple):
                 raise TypeError(f"{name} must be a bool, got {type(getattr(self, name)).__name__}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(f"seed must be an int, got {type(self.seed).__name__}")
+        if self.dtype not in tuple(FP8_DTYPES):
+            raise TypeError(f"dtype is {self.dtype!r}; accepted are {FP8_NAMES}")
 
 
 class Lengths(NamedTuple):
@@ -165,6 +176,8 @@ def quantize(
         if x is not None:
             check_source(name, x, lengths.side(name) is not None)
     lengths.check(q, k, v)
+    if recipe.dtype is E5M2 and any(x is not None and x.device.type != "cpu" for _, x in given):
+        refuse_unproven("FP8 in e5m2")
     with torch.no_grad():
         quantised = [None if x is None else _quantize(name, x, recipe, lengths.side(name), engine) for name, x in given]
     return Fp8QKV(*quantised)
@@ -179,11 +192,11 @@ def _quantize(role: Role, x: torch.Tensor, recipe: Fp8Recipe, sequences: Sequenc
     engine = engine_of(x) if engine is None else engine
     rows, shape = ROWS_PER_SCALE[role], tuple(x.shape)
     if role == "v":
-        data, scale, mean = engine.quantize_values(x, recipe.scales, recipe.center_v, sequences)
+        data, scale, mean = engine.quantize_values(x, recipe.scales, recipe.center_v, sequences, recipe.dtype)
         mean = mean if recipe.center_v else None
         return Fp8Tensor(role, data, scale, shape, x.dtype, rows, mean=mean, sequences=sequences)
     seed = recipe.seed if recipe.hadamard else None
-    data, scale = engine.quantize_rows(x, rows, recipe.scales, seed, sequences)
+    data, scale = engine.quantize_rows(x, rows, recipe.scales, seed, sequences, recipe.dtype)
     return Fp8Tensor(role, data, scale, shape, x.dtype, rows, hadamard_seed=seed, sequences=sequences)
 
 
@@ -217,15 +230,15 @@ def _check_head_dim(name: str, head_dim: int) -> None:
 
 
 def is_fp8(q: Any, k: Any, v: Any) -> bool:
-    """Whether one of the tensors is quantised, or raw e4m3."""
+    """Whether one of the tensors is quantised, or raw FP8."""
     try:
-        return q.dtype is E4M3 or k.dtype is E4M3 or v.dtype is E4M3
-    except AttributeError:  # quantised, or no tensor
-        return any(isinstance(x, Fp8Tensor) or getattr(x, "dtype", None) == E4M3 for x in (q, k, v))
+        return q.dtype in FP8_DTYPES or k.dtype in FP8_DTYPES or v.dtype in FP8_DTYPES
+    except AttributeError:  # no tensor
+        return any(getattr(x, "dtype", None) in FP8_DTYPES for x in (q, k, v))
 
 
 class Descales(NamedTuple):
-    """FA3's factors for raw e4m3 tensors: fp32 with one element or ``(batch, heads_k)``, or None for 1."""
+    """FA3's factors for raw FP8 tensors: fp32 with one element or ``(batch, heads_k)``, or None for 1."""
 
     q: torch.Tensor | None = None
     k: torch.Tensor | None = None
@@ -234,7 +247,7 @@ class Descales(NamedTuple):
     def refuse(self, why: str) -> None:
         for name, value in zip(self._fields, self, strict=True):
             if value is not None:
-                raise ValueError(f"{name}_descale is for torch.float8_e4m3fn tensors; {why}")
+                raise ValueError(f"{name}_descale is for {FP8_NAMES} tensors; {why}")
 
     def of_heads(self, name: Role, batch: int, heads_k: int, device: torch.device) -> torch.Tensor:
         """The factor of each head, fp32 ``(batch, heads_k)``, an expanded view."""
@@ -287,7 +300,7 @@ def attention(
     softmax_tensors: SoftmaxTensors,
     ragged: RaggedTensors | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Out, in the dtype that was quantised (bfloat16 for raw e4m3), and LSE; neither is differentiable."""
+    """Out, in the dtype that was quantised (bfloat16 for raw FP8), and LSE; neither is differentiable."""
     check_accumulate(accumulate)
     inputs = checked_inputs((q, k, v), options, descales, softmax_tensors, ragged)
     if inputs.problem.device.type == "cpu":
@@ -311,6 +324,8 @@ def checked_inputs(
         inputs.problem.check_softmax_tensors(softmax_tensors)
     if inputs.problem.device.type != "cpu":
         _refuse_on_cuda(options, softmax_tensors)
+        if tensors[0].dtype is E5M2:
+            refuse_unproven("FP8 in e5m2")
     return inputs
 
 
@@ -342,10 +357,12 @@ def _describe(x: Any) -> str:
 
 
 def check_roles(q: Fp8Tensor, k: Fp8Tensor, v: Fp8Tensor) -> None:
-    """ValueError unless each was quantised as what it is."""
+    """ValueError unless each was quantised as what it is, TypeError unless all were to one type."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.role != name:
             raise ValueError(f"{name} was quantised as {x.role}: each of q, k and v has a layout of its own")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} was quantised to {x.dtype}, q to {q.dtype}: all must have the same dtype")
 
 
 def check_sequences(q: Fp8Tensor, k: Fp8Tensor, v: Fp8Tensor, ragged: RaggedTensors | None) -> None:
@@ -390,12 +407,13 @@ def _quantized_inputs(
 
 
 def check_raw(q: Any, k: Any, v: Any) -> None:
-    """TypeError unless all are e4m3 tensors."""
+    """TypeError unless all are tensors of one FP8 type, which one of them is."""
+    found = next((x.dtype for x in (q, k, v) if getattr(x, "dtype", None) in FP8_DTYPES), E4M3)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.dtype != E4M3:
-            raise TypeError(f"{name} has dtype {x.dtype}; with another of q, k and v in {E4M3} all must have it")
+        if x.dtype != found:
+            raise TypeError(f"{name} has dtype {x.dtype}; with another of q, k and v in {found} all must have it")
 
 
 def _raw_inputs(

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from flashhopper.config import (
-    FP8,
+    E4M3,
     PLAIN,
     BackwardConfig,
     BackwardSpec,
@@ -215,7 +215,7 @@ def features_of(
 
 
 class Fp8Row(NamedTuple):
-    """Serves e4m3 inputs of head dims up to ``head_dim`` and ``head_dim_v``: with two levels of accumulation, without a
+    """Serves FP8 inputs of head dims up to ``head_dim`` and ``head_dim_v``: with two levels of accumulation, without a
     mask and with a causal one, and with ``fp8_accumulate="fast"``. Where the second level is a flush, it may come
     after ``centered_flush_blocks`` if V is centred: what has been summed up by then is small."""
 
@@ -235,8 +235,9 @@ class Fp8Row(NamedTuple):
         is_centered: bool = False,
         config: ForwardConfig | None = None,
         features: Features = PLAIN,
+        dtype: Dtype = E4M3,
     ) -> KernelSpec:
-        """The kernel for an output type, a mask and features; ``config`` overrides the row's."""
+        """The kernel for an output type, a mask, features and an input type; ``config`` overrides the row's."""
         if config is None:
             is_masked = causal or features.window or features.ragged
             config = self.fast if fast else self.two_level_causal if is_masked else self.two_level
@@ -248,7 +249,7 @@ class Fp8Row(NamedTuple):
             if features.window or (features.ragged and not causal):
                 # At head_dim 256 consumers with 224 registers spill 3 with chunks, and 1 if ragged without a mask.
                 config = replace(config, wide_producer=False)
-        return KernelSpec(FP8, self.head_dim, self.head_dim_v, causal, config, features, out_dtype)
+        return KernelSpec(dtype, self.head_dim, self.head_dim_v, causal, config, features, out_dtype)
 
 
 _FP8_D64 = ForwardConfig(128, 128, num_stages=4, num_q_stages=2, prefetch_scores=True, warpgroup_order="free")
@@ -316,13 +317,18 @@ FP8_TABLE: tuple[Fp8Row, ...] = (
 
 
 def select_fp8_spec(
-    problem: AttentionProblem, fast: bool, is_centered: bool = False, config: ForwardConfig | None = None
+    problem: AttentionProblem,
+    fast: bool,
+    is_centered: bool = False,
+    config: ForwardConfig | None = None,
+    dtype: Dtype = E4M3,
 ) -> KernelSpec:
-    """The FP8 kernel for a validated problem, whose dtype is that of the output. ``is_centered``: V is. ``config``
-    overrides the table's."""
+    """The FP8 kernel for a validated problem, whose dtype is that of the output; ``dtype`` is that of the inputs.
+    ``is_centered``: V is. ``config`` overrides the table's."""
     for row in FP8_TABLE:
         if problem.head_dim <= row.head_dim and problem.head_dim_v <= row.head_dim_v:
-            return row.spec(DTYPES[problem.dtype], problem.mask.causal, fast, is_centered, config, features_of(problem))
+            out_dtype, causal, features = DTYPES[problem.dtype], problem.mask.causal, features_of(problem)
+            return row.spec(out_dtype, causal, fast, is_centered, config, features, dtype)
     raise AssertionError(f"no row of FP8_TABLE covers {problem}")
 
 

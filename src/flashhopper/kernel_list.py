@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 from flashhopper.config import (
-    FP8,
+    E4M3,
     FP8_FEATURES,
     KEYS_PER_SCALE,
     PLAIN,
     QUERIES_PER_SCALE,
     AnySpec,
     BackwardSpec,
+    Dtype,
     Features,
     KernelSpec,
     PostprocessSpec,
@@ -34,13 +36,15 @@ from flashhopper.heuristics import (
 from flashhopper.problem import DTYPES
 
 
-def all_specs(features: Features = PLAIN) -> list[AnySpec]:
-    """Every kernel that a call with exactly these features can choose."""
+def all_specs(features: Features = PLAIN, fp8_dtypes: Sequence[Dtype] = (E4M3,)) -> list[AnySpec]:
+    """Every kernel that a call with exactly these features can choose, FP8 calls on ``fp8_dtypes``."""
     flags = (False, True)
     schedules = [ScheduleSpec(*used) for used in itertools.product(flags, flags)] if features.ragged else []
     has_fp8 = set(features.names) <= set(FP8_FEATURES)
-    fp8 = [*fp8_specs(features), *quantize_specs(features.ragged)] if has_fp8 else []
-    return [*forward_specs(features), *backward_specs(features), *schedules, *fp8]
+    fp8: list[AnySpec] = []
+    for dtype in fp8_dtypes if has_fp8 else ():
+        fp8 += [*fp8_specs(features, dtype), *quantize_specs(features.ragged, dtype)]
+    return [*forward_specs(features), *backward_specs(features), *schedules, *dict.fromkeys(fp8)]
 
 
 def _masks(features: Features) -> list[tuple[bool, bool]]:
@@ -98,27 +102,27 @@ def backward_specs(features: Features = PLAIN) -> list[AnySpec]:
     ]
 
 
-def fp8_specs(features: Features = PLAIN) -> list[KernelSpec]:
-    """Every kernel that ``heuristics.select_fp8_spec`` can choose for calls with exactly these features."""
+def fp8_specs(features: Features = PLAIN, dtype: Dtype = E4M3) -> list[KernelSpec]:
+    """Every kernel that ``heuristics.select_fp8_spec`` can choose for exactly these features and inputs of ``dtype``."""
     return [
-        row.spec(dtype, causal, fast, is_centered, features=features)
+        row.spec(out_dtype, causal, fast, is_centered, features=features, dtype=dtype)
         for row in FP8_TABLE
-        for dtype in DTYPES.values()
+        for out_dtype in DTYPES.values()
         for causal, _ in _masks(features)
         for fast in (False, True)
         for is_centered in ((False, True) if row.centered_flush_blocks and not fast else (True,))
     ]
 
 
-def quantize_specs(ragged: bool = False) -> list[QuantizeSpec]:
-    """The kernels that quantise with the default options, for the head dims of the table."""
+def quantize_specs(ragged: bool = False, out_dtype: Dtype = E4M3) -> list[QuantizeSpec]:
+    """The kernels that quantise to ``out_dtype`` with the default options, for the head dims of the table."""
     specs: list[QuantizeSpec] = []
     for head_dim in sorted({row.head_dim for row in FP8_TABLE}):
-        specs.append(QuantizeValuesSpec(FP8, head_dim, ragged))
+        specs.append(QuantizeValuesSpec(E4M3, head_dim, ragged))  # transposes 8-bit values of either type
         for dtype in DTYPES.values():
-            specs.append(QuantizeRowsSpec(dtype, head_dim, QUERIES_PER_SCALE, "power_of_two", True, ragged))
-            specs.append(QuantizeRowsSpec(dtype, head_dim, KEYS_PER_SCALE, "power_of_two", True, ragged))
+            for rows in (QUERIES_PER_SCALE, KEYS_PER_SCALE):
+                specs.append(QuantizeRowsSpec(dtype, head_dim, rows, "power_of_two", True, ragged, out_dtype))
             specs.append(ValueStatisticsSpec(dtype, head_dim, ragged))
-            specs.append(ValueScalesSpec(dtype, head_dim, "power_of_two", True, ragged))
-            specs.append(QuantizeValuesSpec(dtype, head_dim, ragged))
+            specs.append(ValueScalesSpec(dtype, head_dim, "power_of_two", True, ragged, out_dtype))
+            specs.append(QuantizeValuesSpec(dtype, head_dim, ragged, out_dtype))
     return specs

@@ -10,8 +10,8 @@ import torch
 from flashhopper import reference_fp8
 from flashhopper.compiler import get_kernel
 from flashhopper.config import (
-    FP8,
     PLAIN,
+    Dtype,
     ForwardConfig,
     QuantizeRowsSpec,
     QuantizeValuesSpec,
@@ -31,7 +31,7 @@ from flashhopper.launch import (
     scheduler_workspace,
 )
 from flashhopper.problem import DTYPES, AttentionProblem, RaggedTensors, TensorFacts
-from flashhopper.reference_fp8 import E4M3, STATISTICS_KEYS, VALUE_KEYS, Operands
+from flashhopper.reference_fp8 import E4M3, FP8_DTYPES, STATISTICS_KEYS, VALUE_KEYS, Operands
 from flashhopper.reference_fp8_varlen import Sequences, num_blocks
 from flashhopper.tma_view import TmaView, aligned
 
@@ -88,7 +88,12 @@ class _Blocks:
 
 
 def quantize_rows(
-    x: torch.Tensor, rows: int, kind: ScaleKind, hadamard_seed: int | None, sequences: Sequences | None = None
+    x: torch.Tensor,
+    rows: int,
+    kind: ScaleKind,
+    hadamard_seed: int | None,
+    sequences: Sequences | None = None,
+    dtype: torch.dtype = E4M3,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`reference_fp8_varlen.quantize_rows`, bit by bit, on torch's current stream."""
     hopper_multiprocessors(x.device)
@@ -96,61 +101,70 @@ def quantize_rows(
     x, is_ragged = blocks.x, sequences is not None
     batch, _, heads, head_dim = x.shape
     data = (
-        torch.zeros(x.shape, dtype=torch.uint8, device=x.device).view(E4M3) if is_ragged else _empty(x.shape, E4M3, x)
+        torch.zeros(x.shape, dtype=torch.uint8, device=x.device).view(dtype) if is_ragged else _empty(x.shape, dtype, x)
     )
     scale = _empty((batch, heads, blocks.count(rows)), torch.float32, x)
     if blocks.is_empty:
         scale.fill_(1.0)
     else:
-        spec = QuantizeRowsSpec(DTYPES[x.dtype], head_dim, rows, kind, hadamard_seed is not None, is_ragged)
+        dtypes = DTYPES[x.dtype], FP8_DTYPES[dtype]
+        spec = QuantizeRowsSpec(dtypes[0], head_dim, rows, kind, hadamard_seed is not None, is_ragged, dtypes[1])
         with torch.cuda.device(x.device):
             get_kernel(spec)(_loadable(x), data, scale, _sign_words(hadamard_seed, head_dim), blocks.lengths())
     return blocks.out(data), blocks.out(scale)
 
 
 def quantize_values(
-    v: torch.Tensor, kind: ScaleKind, center: bool, sequences: Sequences | None = None
+    v: torch.Tensor,
+    kind: ScaleKind,
+    center: bool,
+    sequences: Sequences | None = None,
+    dtype: torch.dtype = E4M3,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As :func:`reference_fp8_varlen.quantize_values`, bit by bit, on torch's current stream."""
     hopper_multiprocessors(v.device)
     blocks, is_ragged = _Blocks(v, sequences), sequences is not None
     batch, seqlen, heads, head_dim = blocks.x.shape
-    data = _slots(blocks)
+    data = _slots(blocks, dtype)
     scale, inverse, mean = (_empty((blocks.entries, heads, head_dim), torch.float32, v) for _ in range(3))
     if blocks.is_empty:
         scale.fill_(1.0)
         mean.zero_()
     else:
         partial = _empty((batch, heads, blocks.count(STATISTICS_KEYS), 3, head_dim), torch.float32, v)
-        dtype, lengths = DTYPES[v.dtype], blocks.lengths()
+        source, result, lengths = DTYPES[v.dtype], FP8_DTYPES[dtype], blocks.lengths()
         with torch.cuda.device(v.device):
             v = _loadable(blocks.x)
-            get_kernel(ValueStatisticsSpec(dtype, head_dim, is_ragged))(v, partial, lengths)
-            numbers = get_kernel(ValueScalesSpec(dtype, head_dim, kind, center, is_ragged))
+            get_kernel(ValueStatisticsSpec(source, head_dim, is_ragged))(v, partial, lengths)
+            numbers = get_kernel(ValueScalesSpec(source, head_dim, kind, center, is_ragged, result))
             numbers(partial, scale, inverse, mean, 1.0 / seqlen, lengths)
-            get_kernel(QuantizeValuesSpec(dtype, head_dim, is_ragged))(v, inverse, mean, data, lengths)
+            get_kernel(QuantizeValuesSpec(source, head_dim, is_ragged, result))(v, inverse, mean, data, lengths)
     return blocks.out(data), scale, mean
 
 
 def transpose_values(data: torch.Tensor, sequences: Sequences | None = None) -> torch.Tensor:
-    """As :func:`reference_fp8_varlen.transpose_values`, on torch's current stream."""
+    """As :func:`reference_fp8_varlen.transpose_values`, on torch's current stream.
+
+    e4m3's kernel serves e5m2: its conversion to fp32 and back returns every byte but 0xff, which is NaN in both types
+    and becomes 0x7f, NaN too.
+    """
     hopper_multiprocessors(data.device)
-    blocks = _Blocks(data, sequences)
-    slots = _slots(blocks)
+    blocks = _Blocks(data.view(E4M3), sequences)
+    slots = _slots(blocks, E4M3)
     if not blocks.is_empty:
-        spec = QuantizeValuesSpec(FP8, data.shape[-1], sequences is not None)
+        spec = QuantizeValuesSpec(FP8_DTYPES[E4M3], data.shape[-1], sequences is not None)
         with torch.cuda.device(data.device):
             get_kernel(spec)(_loadable(blocks.x), None, None, slots, blocks.lengths())
-    return blocks.out(slots)
+    return blocks.out(slots).view(data.dtype)
 
 
-def _slots(blocks: _Blocks) -> torch.Tensor:
+def _slots(blocks: _Blocks, dtype: torch.dtype) -> torch.Tensor:
     """For V transposed; the kernel writes all of it unless there is nothing to write."""
     batch, _, heads, head_dim = blocks.x.shape
     shape = batch, heads, head_dim, blocks.count(VALUE_KEYS) * VALUE_KEYS
     if blocks.is_empty:
-        return torch.zeros(shape, dtype=torch.uint8, device=blocks.x.device).view(E4M3)
-    return _empty(shape, E4M3, blocks.x)
+        return torch.zeros(shape, dtype=torch.uint8, device=blocks.x.device).view(dtype)
+    return _empty(shape, dtype, blocks.x)
 
 
 def forward(
@@ -165,12 +179,14 @@ def forward(
     Returns out ``(batch, seqlen_q, heads, head_dim_v)`` and LSE ``(batch, heads, seqlen_q)`` fp32; of a ragged batch
     ``(total_q, heads, head_dim_v)`` and ``(heads, total_q)``.
     """
-    return _plan(problem, fast, operands.is_centered, config)(operands, ragged)
+    return _plan(problem, fast, operands.is_centered, config, FP8_DTYPES[operands.q.dtype])(operands, ragged)
 
 
 @lru_cache(maxsize=4096)
-def _plan(problem: AttentionProblem, fast: bool, is_centered: bool, config: ForwardConfig | None) -> _Fp8Plan:
-    return _Fp8Plan(problem, fast, is_centered, config)
+def _plan(
+    problem: AttentionProblem, fast: bool, is_centered: bool, config: ForwardConfig | None, dtype: Dtype
+) -> _Fp8Plan:
+    return _Fp8Plan(problem, fast, is_centered, config, dtype)
 
 
 def _log2(rows: int) -> int:
@@ -183,14 +199,17 @@ def _log2(rows: int) -> int:
 class _Fp8Plan:
     """A compiled kernel and all that does not change between two calls with the same problem."""
 
-    def __init__(self, problem: AttentionProblem, fast: bool, is_centered: bool, config: ForwardConfig | None):
+    def __init__(
+        self, problem: AttentionProblem, fast: bool, is_centered: bool, config: ForwardConfig | None, dtype: Dtype
+    ):
+        """``dtype``: of the operands."""
         num_sms = hopper_multiprocessors(problem.device)
         margin = problem.options.sm_margin
         if margin >= num_sms:
             raise ValueError(f"sm_margin is {margin}; the card has {num_sms} SMs, at least 1 must be left")
         self.problem = problem
         self.is_empty = 0 in (problem.batch, problem.rows_q, problem.rows_k)
-        self.spec = select_fp8_spec(problem, fast, is_centered, config)
+        self.spec = select_fp8_spec(problem, fast, is_centered, config, dtype)
         num_tiles = -(-problem.seqlen_q // self.spec.config.tile_m) * problem.num_heads * problem.batch
         if problem.ragged is None and num_tiles > MAX_TILES:
             raise ValueError(

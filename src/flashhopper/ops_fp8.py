@@ -34,7 +34,7 @@ def attention(
     softmax_tensors: SoftmaxTensors,
     ragged: RaggedTensors | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Out, in the dtype that was quantised (bfloat16 for raw e4m3), and LSE; neither is differentiable."""
+    """Out, in the dtype that was quantised (bfloat16 for raw FP8), and LSE; neither is differentiable."""
     attend = torch_library_fp8.attention if _is_recorded(q, k, v) else fp8.attention
     return attend(q, k, v, options, descales, accumulate, softmax_tensors, ragged)
 

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import torch
 
-from flashhopper.config import ROWS_PER_WARPGROUP, ForwardConfig, ScaleKind
+from flashhopper.config import FP8_MAX_EXPONENT, ROWS_PER_WARPGROUP, Dtype, ForwardConfig, ScaleKind
 
-E4M3 = torch.float8_e4m3fn
-E4M3_MAX = 448.0
-E4M3_NAN = 0x7F
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FP8_DTYPES: dict[torch.dtype, Dtype] = {E4M3: "float8_e4m3fn", E5M2: "float8_e5m2"}
+FP8_NAN = 0x7F  # of both
 WHOLE_SEQUENCE = 2**30  # rows that share a scale where there is one for a whole head
 VALUE_KEYS = 128  # V's rows are padded to whole blocks of so many keys
 STATISTICS_KEYS = 512  # keys whose sum, minimum and maximum are taken together, by
@@ -72,29 +72,43 @@ def _hadamard_matrix(size: int) -> torch.Tensor:
     return matrix.mul(size**-0.5)
 
 
-def scales_of(amax: torch.Tensor, kind: ScaleKind) -> tuple[torch.Tensor, torch.Tensor]:
+def max_exponent(dtype: torch.dtype) -> int:
+    """The largest number of an FP8 type is 1.75 times 2 to this power: 448 in e4m3, 57344 in e5m2."""
+    return FP8_MAX_EXPONENT[FP8_DTYPES[dtype]]
+
+
+def largest_number(dtype: torch.dtype) -> float:
+    """Of an FP8 type."""
+    return 1.75 * 2.0 ** max_exponent(dtype)
+
+
+def scales_of(amax: torch.Tensor, kind: ScaleKind, dtype: torch.dtype = E4M3) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales and their reciprocals for largest magnitudes, fp32; 1 where all is 0.
 
-    ``power_of_two``: the smallest one with amax / scale ≤ 448. ``amax``: amax / 448. Neither is below 2**-100.
+    ``power_of_two``: the smallest one with amax / scale ≤ the dtype's largest number. ``amax``: amax over that number.
+    Neither is below 2**-100.
     """
     low, high = SCALE_EXPONENTS
     if kind == "power_of_two":
         bits = amax.contiguous().view(torch.int32)
-        exponent = (bits >> 23) - 127 - 8 + ((bits & 0x7FFFFF) > 0x600000).int()  # 448 = 1.75 · 2**8
+        over = (bits & 0x7FFFFF) > 0x600000  # a mantissa above 1.75
+        exponent = (bits >> 23) - 127 - max_exponent(dtype) + over.int()
         exponent = exponent.clamp(low, high)
         scale = ((exponent + 127) << 23).view(torch.float32)
         inverse = ((127 - exponent) << 23).view(torch.float32)
     else:
-        scale = (amax / E4M3_MAX).clamp_min(2.0**low)
+        scale = (amax / largest_number(dtype)).clamp_min(2.0**low)
         inverse = 1.0 / scale
     zero = amax == 0
     return scale.masked_fill(zero, 1.0), inverse.masked_fill(zero, 1.0)
 
 
-def to_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """Round to nearest even, saturating; what is not finite becomes NaN, so that no infinity passes for 448."""
-    bits = x.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).view(torch.uint8)
-    return torch.where(x.isfinite(), bits, bits.new_full((), E4M3_NAN)).view(E4M3)
+def to_fp8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round to nearest even, saturating; what is not finite becomes NaN, so that no infinity passes for 448. In e5m2,
+    which has infinities, too: a Hadamard transform would make infinities or NaN of a row that has one as it happens."""
+    largest = largest_number(dtype)
+    bits = x.clamp(-largest, largest).to(dtype).view(torch.uint8)
+    return torch.where(x.isfinite(), bits, bits.new_full((), FP8_NAN)).view(dtype)
 
 
 def _largest(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
@@ -104,18 +118,18 @@ def _largest(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
 
 
 def quantize_rows(
-    x: torch.Tensor, rows: int, kind: ScaleKind, hadamard_seed: int | None
+    x: torch.Tensor, rows: int, kind: ScaleKind, hadamard_seed: int | None, dtype: torch.dtype = E4M3
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Q or K ``(b, s, h, d)`` as e4m3 of that shape, and scales fp32 ``(b, h, ceil(s / rows))``."""
+    """Q or K ``(b, s, h, d)`` as FP8 of that shape, and scales fp32 ``(b, h, ceil(s / rows))``."""
     seqlen = x.shape[1]
     y = x.float()
     if hadamard_seed is not None:
         y = hadamard(y, hadamard_seed)
     blocks = -(-seqlen // rows)
     y = torch.nn.functional.pad(y, (0, 0, 0, 0, 0, blocks * rows - seqlen)).unflatten(1, (blocks, rows))
-    scale, inverse = scales_of(_largest(y, (2, 4)), kind)  # (b, blocks, h)
-    data = to_e4m3(y * inverse[:, :, None, :, None]).view(torch.uint8).flatten(1, 2)[:, :seqlen]
-    return data.contiguous().view(E4M3), scale.transpose(1, 2).contiguous()
+    scale, inverse = scales_of(_largest(y, (2, 4)), kind, dtype)  # (b, blocks, h)
+    data = to_fp8(y * inverse[:, :, None, :, None], dtype).view(torch.uint8).flatten(1, 2)[:, :seqlen]
+    return data.contiguous().view(dtype), scale.transpose(1, 2).contiguous()
 
 
 def channel_statistics(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -140,10 +154,12 @@ def channel_statistics(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
     return total, lowest, highest
 
 
-def value_scales(v: torch.Tensor, kind: ScaleKind, center: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def value_scales(
+    v: torch.Tensor, kind: ScaleKind, center: bool, dtype: torch.dtype = E4M3
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Scale, its reciprocal and the mean of each channel of V over all keys, fp32 ``(b, h, d)``.
 
-    The mean is rounded to V's dtype: V less the mean then lies on a grid around 0, whose roundings to e4m3 cancel over
+    The mean is rounded to V's dtype: V less the mean then lies on a grid around 0, whose roundings to FP8 cancel over
     the keys. On a shifted grid they share a sign: 2.4e-3 at any length for values around 1 in bfloat16.
     """
     total, lowest, highest = channel_statistics(v)
@@ -152,7 +168,7 @@ def value_scales(v: torch.Tensor, kind: ScaleKind, center: bool) -> tuple[torch.
     mean = mean.masked_fill(~mean.isfinite(), 0.0) if center else torch.zeros_like(mean)
     amax = torch.maximum(highest - mean, mean - lowest)
     amax = amax.masked_fill(~amax.isfinite(), 0.0)
-    return (*scales_of(amax, kind), mean)
+    return (*scales_of(amax, kind, dtype), mean)
 
 
 def key_of_slot(num_slots: int) -> torch.Tensor:
@@ -167,24 +183,26 @@ def key_of_slot(num_slots: int) -> torch.Tensor:
 
 
 def transpose_values(data: torch.Tensor) -> torch.Tensor:
-    """e4m3 ``(b, s, h, d)`` as ``(b, h, d, slots)``, slots padded with zeros to whole blocks of ``VALUE_KEYS``."""
+    """FP8 ``(b, s, h, d)`` as ``(b, h, d, slots)``, slots padded with zeros to whole blocks of ``VALUE_KEYS``."""
     pad = -data.shape[1] % VALUE_KEYS
     padded = torch.nn.functional.pad(data.view(torch.uint8), (0, 0, 0, 0, 0, pad))
     order = key_of_slot(padded.shape[1]).to(data.device)
-    return padded[:, order].permute(0, 2, 3, 1).contiguous().view(E4M3)
+    return padded[:, order].permute(0, 2, 3, 1).contiguous().view(data.dtype)
 
 
 def restore_values(data: torch.Tensor, seqlen: int) -> torch.Tensor:
-    """Undo :func:`transpose_values`: e4m3 ``(b, s, h, d)``."""
+    """Undo :func:`transpose_values`: FP8 ``(b, s, h, d)``."""
     slot_of_key = key_of_slot(data.shape[-1]).argsort().to(data.device)
     rows = data.view(torch.uint8)[..., slot_of_key].permute(0, 3, 1, 2)
-    return rows[:, :seqlen].contiguous().view(E4M3)
+    return rows[:, :seqlen].contiguous().view(data.dtype)
 
 
-def quantize_values(v: torch.Tensor, kind: ScaleKind, center: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """V ``(b, s, h, d)`` as e4m3 ``(b, h, d, slots)`` with scale and mean, fp32 ``(b, h, d)``."""
-    scale, inverse, mean = value_scales(v, kind, center)
-    data = to_e4m3((v.float() - mean[:, None]) * inverse[:, None])
+def quantize_values(
+    v: torch.Tensor, kind: ScaleKind, center: bool, dtype: torch.dtype = E4M3
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """V ``(b, s, h, d)`` as FP8 ``(b, h, d, slots)`` with scale and mean, fp32 ``(b, h, d)``."""
+    scale, inverse, mean = value_scales(v, kind, center, dtype)
+    data = to_fp8((v.float() - mean[:, None]) * inverse[:, None], dtype)
     return transpose_values(data), scale, mean
 
 
@@ -192,11 +210,11 @@ class Operands(NamedTuple):
     """What the FP8 forward kernel reads."""
 
     q: torch.Tensor
-    """e4m3 ``(b, sq, h, d)``"""
+    """``(b, sq, h, d)``; e4m3 or e5m2, as k and v are"""
     k: torch.Tensor
-    """e4m3 ``(b, sk, hk, d)``"""
+    """``(b, sk, hk, d)``"""
     v: torch.Tensor
-    """e4m3 ``(b, hk, dv, slots)``"""
+    """``(b, hk, dv, slots)``"""
     q_scale: torch.Tensor
     """fp32 ``(b, h, blocks)``"""
     k_scale: torch.Tensor
@@ -316,7 +334,7 @@ class _Rows(NamedTuple):
         kept = torch.exp2(top - self.reference) < MOVE_FROM
         state = self.rescaled(torch.where(lazy & kept, self.reference, moved))
         p = torch.exp2(exponents - state.reference)
-        p8 = to_e4m3(p).float()
+        p8 = to_fp8(p, E4M3).float()  # whatever v is
         row_sum = state.row_sum + p.sum(-1, keepdim=True)
         if config.two_level_columns:
             return state._replace(row_sum=row_sum, acc_O=state.acc_O + _tensor_core(p8, v))

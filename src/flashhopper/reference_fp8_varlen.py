@@ -45,49 +45,59 @@ def own_block(start: int, sequence: int, rows: int) -> int:
 
 
 def quantize_rows(
-    x: torch.Tensor, rows: int, kind: ScaleKind, hadamard_seed: int | None, sequences: Sequences | None = None
+    x: torch.Tensor,
+    rows: int,
+    kind: ScaleKind,
+    hadamard_seed: int | None,
+    sequences: Sequences | None = None,
+    dtype: torch.dtype = E4M3,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Q or K ``(total, h, d)`` as e4m3 of that shape, and scales fp32 ``(h, total // rows + batch)``. Without
+    """Q or K ``(total, h, d)`` as FP8 of that shape, and scales fp32 ``(h, total // rows + batch)``. Without
     ``sequences`` all is as in :func:`flashhopper.reference_fp8.quantize_rows`, and so below."""
     if sequences is None:
-        return reference_fp8.quantize_rows(x, rows, kind, hadamard_seed)
+        return reference_fp8.quantize_rows(x, rows, kind, hadamard_seed, dtype)
     total, heads, _ = x.shape
     data = torch.zeros(x.shape, dtype=torch.uint8)
     scale = torch.ones(heads, num_blocks(total, sequences.batch, rows))
     for i, (start, used) in enumerate(sequences.spans(total)):
-        part, scales = reference_fp8.quantize_rows(x[None, start : start + used], rows, kind, hadamard_seed)
+        alone = x[None, start : start + used]
+        part, scales = reference_fp8.quantize_rows(alone, rows, kind, hadamard_seed, dtype)
         data[start : start + used] = part[0].view(torch.uint8)
         first = own_block(start, i, rows)
         scale[:, first : first + scales.shape[2]] = scales[0]
-    return data.view(E4M3), scale
+    return data.view(dtype), scale
 
 
 def quantize_values(
-    v: torch.Tensor, kind: ScaleKind, center: bool, sequences: Sequences | None = None
+    v: torch.Tensor,
+    kind: ScaleKind,
+    center: bool,
+    sequences: Sequences | None = None,
+    dtype: torch.dtype = E4M3,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """V ``(total, h, d)`` as e4m3 ``(h, d, slots)`` with scale and mean of each sequence, fp32 ``(batch, h, d)``."""
+    """V ``(total, h, d)`` as FP8 ``(h, d, slots)`` with scale and mean of each sequence, fp32 ``(batch, h, d)``."""
     if sequences is None:
-        return reference_fp8.quantize_values(v, kind, center)
+        return reference_fp8.quantize_values(v, kind, center, dtype)
     total, heads, head_dim = v.shape
     data = torch.zeros(heads, head_dim, _num_slots(total, sequences.batch), dtype=torch.uint8)
     scale, mean = torch.ones(sequences.batch, heads, head_dim), torch.zeros(sequences.batch, heads, head_dim)
     for i, (start, used) in enumerate(sequences.spans(total)):
         part, scale[i : i + 1], mean[i : i + 1] = reference_fp8.quantize_values(
-            v[None, start : start + used], kind, center
+            v[None, start : start + used], kind, center, dtype
         )
         _place(data, part, start, i)
-    return data.view(E4M3), scale, mean
+    return data.view(dtype), scale, mean
 
 
 def transpose_values(data: torch.Tensor, sequences: Sequences | None = None) -> torch.Tensor:
-    """e4m3 ``(total, h, d)`` as ``(h, d, slots)``."""
+    """FP8 ``(total, h, d)`` as ``(h, d, slots)``."""
     if sequences is None:
         return reference_fp8.transpose_values(data)
     total, heads, head_dim = data.shape
     slots = torch.zeros(heads, head_dim, _num_slots(total, sequences.batch), dtype=torch.uint8)
     for i, (start, used) in enumerate(sequences.spans(total)):
         _place(slots, reference_fp8.transpose_values(data[None, start : start + used]), start, i)
-    return slots.view(E4M3)
+    return slots.view(data.dtype)
 
 
 def _num_slots(total: int, batch: int) -> int:

@@ -20,11 +20,11 @@ from flashhopper.problem import (
     SoftmaxTensors,
     check_options,
 )
-from flashhopper.reference_fp8 import E4M3, VALUE_KEYS, WHOLE_SEQUENCE
+from flashhopper.reference_fp8 import VALUE_KEYS, WHOLE_SEQUENCE
 from flashhopper.reference_fp8_varlen import Sequences, num_blocks
 from flashhopper.torch_library import OPTIONS_SCHEMA, RAGGED_SCHEMA, SOFTMAX_SCHEMA, TAGS, Call
 
-_RECIPE = "str scales, bool hadamard, bool center_v, int seed"
+_RECIPE = "str scales, bool hadamard, bool center_v, int seed, ScalarType dtype"
 _REST = f"{SOFTMAX_SCHEMA}, {RAGGED_SCHEMA}, {OPTIONS_SCHEMA}, str accumulate"
 _QUANTISED = (
     "Tensor {0}, Tensor {0}_scale, ScalarType {0}_dtype, int {0}_rows, int? {0}_seed, "
@@ -34,9 +34,9 @@ _QUANTISED = (
 
 _library = torch.library.Library("flashhopper", "FRAGMENT")
 for _schema in (
-    "fp8_quantize_rows(Tensor x, int rows, str scales, int? hadamard_seed, str side, Tensor? cu_seqlens, "
-    "Tensor? seqused) -> (Tensor data, Tensor scale)",
-    "fp8_quantize_values(Tensor v, str scales, bool center, Tensor? cu_seqlens, Tensor? seqused) -> "
+    "fp8_quantize_rows(Tensor x, int rows, str scales, int? hadamard_seed, ScalarType dtype, str side, "
+    "Tensor? cu_seqlens, Tensor? seqused) -> (Tensor data, Tensor scale)",
+    "fp8_quantize_values(Tensor v, str scales, bool center, ScalarType dtype, Tensor? cu_seqlens, Tensor? seqused) -> "
     "(Tensor data, Tensor scale, Tensor mean)",
     f"fp8_quantised_attention({_QUANTISED}, {_REST}) -> (Tensor out, Tensor lse)",
     "fp8_raw_attention(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
@@ -49,20 +49,25 @@ Result = tuple[torch.Tensor, torch.Tensor]
 
 
 def quantize_rows(
-    x: torch.Tensor, rows: int, kind: ScaleKind, hadamard_seed: int | None, sequences: Sequences | None
+    x: torch.Tensor,
+    rows: int,
+    kind: ScaleKind,
+    hadamard_seed: int | None,
+    sequences: Sequences | None,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`flashhopper.reference_fp8_varlen.quantize_rows` as an operator."""
     lengths = ("q", None, None) if sequences is None else sequences
-    data, scale = torch.ops.flashhopper.fp8_quantize_rows(x, rows, kind, hadamard_seed, *lengths)
+    data, scale = torch.ops.flashhopper.fp8_quantize_rows(x, rows, kind, hadamard_seed, dtype, *lengths)
     return data, scale
 
 
 def quantize_values(
-    v: torch.Tensor, kind: ScaleKind, center: bool, sequences: Sequences | None
+    v: torch.Tensor, kind: ScaleKind, center: bool, sequences: Sequences | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """:func:`flashhopper.reference_fp8_varlen.quantize_values` as an operator."""
     lengths = (None, None) if sequences is None else (sequences.cu_seqlens, sequences.seqused)
-    data, scale, mean = torch.ops.flashhopper.fp8_quantize_values(v, kind, center, *lengths)
+    data, scale, mean = torch.ops.flashhopper.fp8_quantize_values(v, kind, center, dtype, *lengths)
     return data, scale, mean
 
 
@@ -268,14 +273,16 @@ def _sequences(side: Any, cu_seqlens: torch.Tensor | None, seqused: torch.Tensor
 
 
 def _quantize_rows(x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    data, scale = fp8.engine_of(x).quantize_rows(x, *arguments[:3], _sequences(*arguments[3:]))
+    *how, dtype = arguments[:4]
+    data, scale = fp8.engine_of(x).quantize_rows(x, *how, _sequences(*arguments[4:]), dtype)
     return data, scale
 
 
 def _quantize_rows_fake(x: torch.Tensor, rows: int, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     *batch, seqlen, heads, _ = x.shape
-    blocks = _num_blocks(seqlen, rows, arguments[3])
-    return x.new_empty(x.shape, dtype=E4M3), x.new_empty((*batch, heads, blocks), dtype=torch.float32)
+    dtype, _, cu_seqlens = arguments[2:5]
+    blocks = _num_blocks(seqlen, rows, cu_seqlens)
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty((*batch, heads, blocks), dtype=torch.float32)
 
 
 def _num_blocks(seqlen: int, rows: int, cu_seqlens: torch.Tensor | None) -> int:
@@ -283,17 +290,19 @@ def _num_blocks(seqlen: int, rows: int, cu_seqlens: torch.Tensor | None) -> int:
 
 
 def _quantize_values(v: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    data, scale, mean = fp8.engine_of(v).quantize_values(v, *arguments[:2], _sequences("k", *arguments[2:]))
+    kind, center, dtype = arguments[:3]
+    sequences = _sequences("k", *arguments[3:])
+    data, scale, mean = fp8.engine_of(v).quantize_values(v, kind, center, sequences, dtype)
     return data, scale, mean
 
 
 def _quantize_values_fake(v: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     *batch, seqlen, heads, head_dim = v.shape
-    cu_seqlens = arguments[2]
+    dtype, cu_seqlens = arguments[2:4]
     slots = _num_blocks(seqlen, VALUE_KEYS, cu_seqlens) * VALUE_KEYS
     entries = batch if cu_seqlens is None else [cu_seqlens.shape[0] - 1]
     scale, mean = (v.new_empty((*entries, heads, head_dim), dtype=torch.float32) for _ in range(2))
-    return v.new_empty((*batch, heads, head_dim, slots), dtype=E4M3), scale, mean
+    return v.new_empty((*batch, heads, head_dim, slots), dtype=dtype), scale, mean
 
 
 def _register() -> None:

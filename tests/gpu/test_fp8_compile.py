@@ -46,8 +46,8 @@ def test_opcheck() -> None:
     call = FromSixteenBits(q, k, v, Fp8Recipe(), options, "two_level")
     torch.library.opcheck(OPERATORS.fp8_attention.default, call.flat())
     q, k, v = (x.detach() for x in (q, k, v))
-    torch.library.opcheck(OPERATORS.fp8_quantize_rows.default, (q, 64, "power_of_two", 1, "q", None, None))
-    torch.library.opcheck(OPERATORS.fp8_quantize_values.default, (v, "power_of_two", True, None, None))
+    torch.library.opcheck(OPERATORS.fp8_quantize_rows.default, (q, 64, "power_of_two", 1, E4M3, "q", None, None))
+    torch.library.opcheck(OPERATORS.fp8_quantize_values.default, (v, "power_of_two", True, E4M3, None, None))
     arguments = (*(x.to(E4M3) for x in (q, k, v)), *(None,) * 11, *options, "fast")
     # Not test_schema: PyTorch lacks the arithmetic on e4m3 with which it compares inputs and copies.
     checks = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"

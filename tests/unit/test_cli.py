@@ -16,7 +16,8 @@ from flashhopper.cli import COMMANDS, build_parser, doctor, main, warmup
 from flashhopper.cli.doctor import Card, Machine, check_machine, inspect_machine
 from flashhopper.cli.warmup import select_specs, warm_specs
 from flashhopper.compiler import KernelCache
-from flashhopper.config import PLAIN, Features, ForwardConfig, KernelSpec
+from flashhopper.config import E5M2, PLAIN, AnySpec, Features, ForwardConfig, KernelSpec
+from flashhopper.kernel_list import fp8_specs, quantize_specs
 from flashhopper.toolchain import dsl_version
 
 SPECS = [
@@ -45,7 +46,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def table(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile table of SPECS."""
     kernel_list = types.ModuleType("flashhopper.kernel_list")
-    vars(kernel_list)["all_specs"] = lambda features: TABLES.get(features, [])
+    vars(kernel_list)["all_specs"] = lambda features, fp8_dtypes: TABLES.get(features, [])
     monkeypatch.setitem(sys.modules, "flashhopper.kernel_list", kernel_list)
 
 
@@ -227,6 +228,19 @@ def test_warmup_of_features(
     assert taken == CAPPED
     assert main(["warmup", "--features", "chunk"]) == 1
     assert "chunk without window" in capsys.readouterr().err
+
+
+def test_warmup_of_e5m2_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[AnySpec] = []
+    monkeypatch.setattr(warmup, "warm_specs", lambda specs, jobs: taken.extend(specs) or 0)
+    assert main(["warmup", "--dtype", "bfloat16", "float8_e4m3fn"]) == 0
+    assert not [spec for spec in taken if E5M2 in (spec.dtype, getattr(spec, "out_dtype", None))]
+    usual = set(taken)
+    taken.clear()
+    assert main(["warmup", "--dtype", "bfloat16", "float8_e4m3fn", "float8_e5m2"]) == 0
+    assert len(set(taken)) == len(taken)
+    quantise = [spec for spec in quantize_specs(out_dtype=E5M2) if spec.dtype == "bfloat16"]
+    assert set(taken) == usual.union(fp8_specs(dtype=E5M2), quantise)
 
 
 def test_cache_info_and_clear(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

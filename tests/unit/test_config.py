@@ -260,8 +260,10 @@ def test_spec_refuses_what_cannot_run() -> None:
     "changes, message",
     [
         ({"features": Features(softcap=True)}, "softcap: not in FP8 kernels yet"),
-        ({"out_dtype": None}, "out_dtype=None: a 16-bit type with dtype='float8_e4m3fn', else None"),
-        ({"dtype": "bfloat16"}, "out_dtype='float16': a 16-bit type with dtype='float8_e4m3fn', else None"),
+        ({"out_dtype": None}, "out_dtype=None with dtype='float8_e4m3fn': 16-bit with FP8, else None"),
+        ({"dtype": "float8_e5m2", "out_dtype": None}, "out_dtype=None with dtype='float8_e5m2': 16-bit with FP8"),
+        ({"out_dtype": "float8_e5m2"}, "out_dtype='float8_e5m2' with dtype='float8_e4m3fn': 16-bit with FP8"),
+        ({"dtype": "bfloat16"}, "out_dtype='float16' with dtype='bfloat16': 16-bit with FP8, else None"),
         ({"config": ForwardConfig(128, 112)}, "tile_n=112 must be a multiple of 32 from 32 to 256"),
         ({"config": ForwardConfig(128, 96)}, "tile_n=96 must divide the 128 keys of a scale"),
         ({"config": replace(D128, two_level_columns=96)}, "two_level_columns=96 must be a multiple of 8 that divides"),
@@ -287,8 +289,9 @@ def test_two_levels_are_for_fp8() -> None:
         ConfigError, match="two_level_columns and flush_blocks are for FP8: a 16-bit WGMMA accumulates in fp32"
     ):
         KernelSpec(**(SPEC | {"config": replace(D128, two_level_columns=128)}))
-    with pytest.raises(ConfigError, match="dtype='float8_e4m3fn': the backward is computed in 16 bits"):
-        BackwardSpec("float8_e4m3fn", 128, 128, False, False, BackwardConfig(64, 128))
+    for dtype in ("float8_e4m3fn", "float8_e5m2"):
+        with pytest.raises(ConfigError, match=f"dtype='{dtype}': the backward is computed in 16 bits"):
+            BackwardSpec(dtype, 128, 128, False, False, BackwardConfig(64, 128))
 
 
 def test_spec_name() -> None:

@@ -49,9 +49,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch, name: str) -> list[tuple[Any, ...]
 def test_opcheck_of_the_quantisers(rows: int, hadamard_seed: int | None) -> None:
     q, _, v = inputs(seqlen_q=130)
     torch.library.opcheck(
-        OPERATORS.fp8_quantize_rows.default, (q, rows, "power_of_two", hadamard_seed, "q", None, None)
+        OPERATORS.fp8_quantize_rows.default, (q, rows, "power_of_two", hadamard_seed, E4M3, "q", None, None)
     )
-    torch.library.opcheck(OPERATORS.fp8_quantize_values.default, (v, "amax", hadamard_seed is None, None, None))
+    torch.library.opcheck(OPERATORS.fp8_quantize_values.default, (v, "amax", hadamard_seed is None, E4M3, None, None))
 
 
 def opcheck_of_e4m3(operator: Any, arguments: tuple[Any, ...]) -> None:

@@ -194,8 +194,8 @@ def test_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths, options = RaggedTensors(**batch.arguments()), AttentionOptions(causal=True)
     q, k, v = inputs(batch)
     side = lengths.cu_seqlens_k, lengths.seqused_k
-    torch.library.opcheck(OPERATORS.fp8_quantize_rows.default, (k, 128, "amax", 1, "k", *side))
-    torch.library.opcheck(OPERATORS.fp8_quantize_values.default, (v, "power_of_two", True, *side))
+    torch.library.opcheck(OPERATORS.fp8_quantize_rows.default, (k, 128, "amax", 1, E4M3, "k", *side))
+    torch.library.opcheck(OPERATORS.fp8_quantize_values.default, (v, "power_of_two", True, E4M3, *side))
     tensors = [x.clone().requires_grad_() for x in (q, k, v)]
     call = FromSixteenBits(*tensors, Fp8Recipe(), options, "two_level", lengths)
     torch.library.opcheck(OPERATORS.fp8_attention.default, call.flat())

@@ -22,7 +22,7 @@ from flashhopper.reference_fp8 import (
     restore_values,
     scales_of,
     sign_bits,
-    to_e4m3,
+    to_fp8,
     transpose_values,
 )
 
@@ -65,7 +65,7 @@ def test_scales_of_nothing_and_of_next_to_nothing(kind: str) -> None:
 
 def test_rounding_saturates_and_marks_what_is_not_finite() -> None:
     x = torch.tensor([500.0, -1e30, math.inf, -math.inf, math.nan, 2.0**-10, 3 * 2.0**-10, -0.0, 17.0, 19.0])
-    rounded = to_e4m3(x).float()
+    rounded = to_fp8(x, E4M3).float()
     assert rounded[:2].tolist() == [448.0, -448.0]
     assert rounded[2:5].isnan().all()
     assert rounded[5:].tolist() == [0.0, 2.0**-8, 0.0, 16.0, 20.0]  # halves go to even

@@ -16,7 +16,7 @@ from flashhopper.bench.grid import Cell
 from flashhopper.bench.peers import PackagePeer, all_peers
 from flashhopper.bench.timing import Candidate, Clock, Plan, measure, medians
 from flashhopper.reference import attention
-from flashhopper.reference_fp8 import E4M3, E4M3_MAX
+from flashhopper.reference_fp8 import E4M3, largest_number
 
 COLUMNS = ("ours", "ours_fast", "ours_end_to_end", "fa3_fp8", "bf16")
 CHECK_SEQLEN = 1024
@@ -57,7 +57,7 @@ def per_head_e4m3(x: torch.Tensor, heads_k: int) -> tuple[torch.Tensor, torch.Te
     """e4m3 and FA3's factors ``(batch, heads_k)``: amax / 448 over all rows of the heads that share one."""
     batch, seqlen, heads, head_dim = x.shape
     grouped = x.float().view(batch, seqlen, heads_k, heads // heads_k * head_dim)
-    scale = (grouped.abs().amax((1, 3)) / E4M3_MAX).clamp_min(1e-30)
+    scale = (grouped.abs().amax((1, 3)) / largest_number(E4M3)).clamp_min(1e-30)
     return (grouped / scale[:, None, :, None]).view(x.shape).to(E4M3), scale
 
 

@@ -13,7 +13,14 @@ from flashhopper.bench.environment import describe_machine
 from flashhopper.bench.fp8 import fa3_call, first, per_head_e4m3
 from flashhopper.config import KEYS_PER_SCALE, QUERIES_PER_SCALE, ForwardConfig
 from flashhopper.reference import attention
-from flashhopper.reference_fp8 import E4M3, E4M3_MAX, WHOLE_SEQUENCE, Operands, emulate_fp8_forward, transpose_values
+from flashhopper.reference_fp8 import (
+    E4M3,
+    WHOLE_SEQUENCE,
+    Operands,
+    emulate_fp8_forward,
+    largest_number,
+    transpose_values,
+)
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Shape = tuple[int, int, int, int]
@@ -74,7 +81,7 @@ def distributions(keys: int, long_keys: int) -> list[Distribution]:
 
 
 def _per_tensor(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Tensors, Tensors]:
-    scales = [(x.float().abs().amax() / E4M3_MAX).clamp_min(1e-30) for x in (q, k, v)]
+    scales = [(x.float().abs().amax() / largest_number(E4M3)).clamp_min(1e-30) for x in (q, k, v)]
     q8, k8, v8 = ((x.float() / scale).to(E4M3) for x, scale in zip((q, k, v), scales, strict=True))
     q_scale, k_scale, v_scale = (scale.expand(k.shape[0], k.shape[2]).contiguous() for scale in scales)
     return (q8, k8, v8), (q_scale, k_scale, v_scale)

@@ -15,7 +15,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flashhopper.compiler import is_cached, warm_kernel
-from flashhopper.config import ELEMENT_BYTES, PLAIN, SWITCHES, AnySpec, ConfigError, ScheduleSpec
+from flashhopper.config import (
+    E4M3,
+    E5M2,
+    ELEMENT_BYTES,
+    FP8_MAX_EXPONENT,
+    PLAIN,
+    SWITCHES,
+    AnySpec,
+    ConfigError,
+    ScheduleSpec,
+)
 from flashhopper.disk_cache import DiskCache, cache_dir
 
 if TYPE_CHECKING:
@@ -29,7 +39,7 @@ def add_parser(subparsers: Any) -> None:
     text = "compile every kernel of the tile table into the disk cache; needs no GPU"
     parser = subparsers.add_parser("warmup", help=text, description=text)
     parser.add_argument("--jobs", type=positive, metavar="N", help="processes (default: the cores of this machine)")
-    parser.add_argument("--dtype", choices=tuple(ELEMENT_BYTES), nargs="+", help="only these types")
+    parser.add_argument("--dtype", choices=tuple(ELEMENT_BYTES), nargs="+", help="only these; e5m2 if it is named")
     parser.add_argument(
         "--head-dim", type=int, nargs="+", metavar="D", help="only the kernels that serve these head dimensions of q, k"
     )
@@ -139,7 +149,8 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"flashhopper warmup: {error}", file=sys.stderr)
         return 1
-    specs = select_specs(all_specs(features), args.dtype, args.head_dim)
+    fp8_dtypes = tuple(FP8_MAX_EXPONENT) if E5M2 in (args.dtype or ()) else (E4M3,)
+    specs = select_specs(all_specs(features, fp8_dtypes), args.dtype, args.head_dim)
     if not specs:
         print("flashhopper warmup: no kernel of the tile table matches", file=sys.stderr)
         return 1

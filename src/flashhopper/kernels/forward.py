@@ -21,7 +21,12 @@ from flashhopper.kernels.smem import TileLayouts, make_storage
 from flashhopper.kernels.softmax import make_softmax
 from flashhopper.kernels.tile_scheduler import Mailbox, RaggedGrid, TileGrid, TileScheduler
 
-ELEMENTS = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float8_e4m3fn": cutlass.Float8E4M3FN}
+ELEMENTS = {
+    "bfloat16": cutlass.BFloat16,
+    "float16": cutlass.Float16,
+    "float8_e4m3fn": cutlass.Float8E4M3FN,
+    "float8_e5m2": cutlass.Float8E5M2,
+}
 WORKSPACE_INTS = 4
 
 
@@ -34,6 +39,7 @@ class ForwardKernel:
 
     def __init__(self, spec: KernelSpec):
         self.spec, self.element, self.out_element = spec, ELEMENTS[spec.dtype], ELEMENTS[spec.out_dtype or spec.dtype]
+        self.probability_element = self.element  # of P as the operand of P V
 
     @cute.jit
     def __call__(
@@ -115,7 +121,7 @@ class ForwardKernel:
         return (
             sm90.make_trivial_tiled_mma(element, element, k_major, k_major, Float32, groups, shape_S, source_Q),
             sm90.make_trivial_tiled_mma(
-                element,
+                self.probability_element,
                 element,
                 k_major,
                 self.value_major,

@@ -1,9 +1,9 @@
-"""The FP8 forward kernel: e4m3 operands with scales, V transposed, a 16-bit O."""
+"""The FP8 forward kernel: e4m3 or e5m2 operands with scales, V transposed, a 16-bit O."""
 
 from typing import Any, ClassVar
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float8E4M3FN, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
@@ -31,12 +31,20 @@ class TransposedValues(TmaOperand):
 
 
 class Fp8ForwardKernel(ForwardKernel):
-    """Attention forward on e4m3 operands. V comes as ``(batch, heads_k, head_dim_v, slots)``: 8-bit WGMMAs want the
-    summed extent contiguous, and the order of keys within it matches P's registers."""
+    """Attention forward on e4m3 or e5m2 operands. V comes as ``(batch, heads_k, head_dim_v, slots)``: 8-bit WGMMAs want
+    the summed extent contiguous, and the order of keys within it matches P's registers.
+
+    P is e4m3 whatever V is (PTX ISA 9.7.15.5.2, wgmma.mma_async: .atype and .btype of 8 bits may differ): its range is
+    made to fit, and a bit of its mantissa would be lost.
+    """
 
     value_modes: ClassVar[list[int]] = [2, 3, 1, 0]
     value_major = OperandMajorMode.K
     value_operand: ClassVar[type[TmaOperand]] = TransposedValues
+
+    def __init__(self, spec: KernelSpec):
+        super().__init__(spec)
+        self.probability_element = Float8E4M3FN
 
     def tma_view(self, m: cute.Tensor, rows_mode: int) -> cute.Tensor:
         if rows_mode == 1:

@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Constexpr, Float32, Int32, const_expr
+from cutlass import Boolean, Constexpr, Float8E4M3FN, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from flashhopper.config import ROWS_PER_WARPGROUP, WARPGROUP_THREADS
@@ -28,7 +28,7 @@ class Scales:
 
 
 class Fp8Consumer(Consumer):
-    """One consumer warpgroup on e4m3 operands.
+    """One consumer warpgroup on FP8 operands.
 
     The accumulator of an FP8 WGMMA keeps 14 bits: summed in it, 32k keys whose values have a mean lose a third of it.
     With ``two_level_columns`` each block's P·V starts from zero, so many columns at a time, and is added to O in fp32;
@@ -212,7 +212,8 @@ class Fp8Consumer(Consumer):
         flat_S = cute.make_tensor(self.acc_S.iterator, cute.make_layout(cute.size(self.acc_S)))
         for i in cutlass.range_constexpr(cute.size(self.packed_P)):
             first = 2 * (i % 2) + 8 * (i // 2)
-            self.packed_P[i] = ptx.pack_e4m3((flat_S[first], flat_S[first + 1], flat_S[first + 4], flat_S[first + 5]))
+            four = (flat_S[first], flat_S[first + 1], flat_S[first + 4], flat_S[first + 5])
+            self.packed_P[i] = ptx.pack_8bit(four, Float8E4M3FN)
 
     @cute.jit
     def normalise(self, head: Int32, batch: Int32):

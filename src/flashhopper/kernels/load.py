@@ -5,7 +5,6 @@ import cutlass.cute as cute
 from cutlass import Constexpr, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from flashhopper.config import FP8
 from flashhopper.kernels.cta import Cta
 from flashhopper.kernels.pipeline import RingState
 from flashhopper.kernels.ragged import Rows, head_rows
@@ -91,7 +90,7 @@ class Producer:
             words: tuple[Int32, ...] = (m_block, head, batch, item.exact)
             if const_expr(queries is not None):
                 words = (*words, queries.start, queries.length, keys.length)
-                if const_expr(self.cta.spec.dtype == FP8):
+                if const_expr(self.cta.spec.is_fp8):
                     words = (*words, keys.start)
             self.cta.scheduler.mailbox.post(q_state.stage, words)
         q_full = self.cta.q_ring.arm(q_state, self.lane)

@@ -62,7 +62,7 @@ class Consumer:
         shape_S, shape_O = (config.tile_m, config.tile_n), (config.tile_m, spec.head_dim_v)
         self.acc_S = cute.make_rmem_tensor(self.mma_QK.partition_shape_C(shape_S), Float32)
         self.acc_O = cute.make_rmem_tensor(self.mma_PV.partition_shape_C(shape_O), Float32)
-        self.rP = cute.make_rmem_tensor(self.mma_PV.partition_shape_A(shape_S), operands.sV.element_type)
+        self.rP = cute.make_rmem_tensor(self.mma_PV.partition_shape_A(shape_S), self.mma_PV.op.a_dtype)
         self.rows_S, self.rows_O = rows_view(self.acc_S), rows_view(self.acc_O)
         self.rows_lse = cute.make_rmem_tensor((ROWS_PER_THREAD,), Float32)
         self.mask = KeyMask(config.tile_n, spec.causal, cta.window)

@@ -3,7 +3,7 @@
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64
+from cutlass import BFloat16, Boolean, Float8E5M2, Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
@@ -87,12 +87,14 @@ def pack_16bit(low: Float32, high: Float32, element: Any, *, loc: Any = None, ip
 
 
 @dsl_user_op
-def pack_e4m3(values: tuple[Float32, ...], *, loc: Any = None, ip: Any = None) -> Int32:
-    """Four floats rounded to nearest even, saturated at ±448 and packed, the first in the lowest byte; NaN is 0x7f
-    (PTX ISA 9.7.9.22, cvt.rn.satfinite.e4m3x2.f32). Opaque to LLVM for the same reason."""
+def pack_8bit(values: tuple[Float32, ...], element: Any, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Four floats rounded to nearest even, saturated at ±448 or, in e5m2, ±57344, and packed, the first in the lowest
+    byte; NaN is 0x7f (PTX ISA 9.7.9.22, cvt.rn.satfinite.e4m3x2.f32 and cvt.rn.satfinite.e5m2x2.f32). Opaque to LLVM
+    for the same reason."""
+    kind = "e5m2x2" if element is Float8E5M2 else "e4m3x2"
     text = (
-        "{.reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; "
-        "cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; mov.b32 $0, {lo, hi};}"
+        f"{{.reg .b16 lo, hi; cvt.rn.satfinite.{kind}.f32 lo, $2, $1; "
+        f"cvt.rn.satfinite.{kind}.f32 hi, $4, $3; mov.b32 $0, {{lo, hi}};}}"
     )
     operands = [Float32(value).ir_value(loc=loc, ip=ip) for value in values]
     return Int32(_asm(T.i32(), operands, text, "=r,f,f,f,f", False, loc, ip))

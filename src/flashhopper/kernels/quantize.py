@@ -1,4 +1,4 @@
-"""Q and K to e4m3: random signs and a Hadamard transform if asked for, then a scale for each block of rows of a head.
+"""Q and K to FP8: random signs and a Hadamard transform if asked for, then a scale for each block of rows of a head.
 
 ``reference_fp8.quantize_rows`` is the specification; every operation here is the same fp32 operation in the same order.
 """
@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-from flashhopper.config import ELEMENT_BYTES, FP8, QuantizeRowsSpec
+from flashhopper.config import ELEMENT_BYTES, FP8_MAX_EXPONENT, QuantizeRowsSpec
 from flashhopper.kernels import ptx
 from flashhopper.kernels.forward import ELEMENTS
 from flashhopper.kernels.ragged import OwnBlocks
@@ -20,7 +20,6 @@ CHANNELS = 16  # of a thread: 32 bytes in, 16 bytes out
 MAX_THREADS = 256
 WARP = 32
 SIGN_WORDS = 8  # 32-bit words of sign bits, for 256 channels
-E4M3_MAX = 448.0
 SCALE_EXPONENTS = (-100, 120)
 SIGN_BIT = -(2**31)
 
@@ -33,19 +32,19 @@ def finite_magnitude(x: Float32):
 
 
 @cute.jit
-def scale_of(amax: Float32, is_power_of_two: cutlass.Constexpr[bool]):
-    """The scale for a largest magnitude and its reciprocal; 1 if it is 0."""
+def scale_of(amax: Float32, is_power_of_two: cutlass.Constexpr[bool], max_exponent: cutlass.Constexpr[int]):
+    """The scale for a largest magnitude and its reciprocal; 1 if it is 0. ``max_exponent``: of ``FP8_MAX_EXPONENT``."""
     low, high = SCALE_EXPONENTS
     scale, inverse = Float32(1.0), Float32(1.0)
     if const_expr(is_power_of_two):
         bits = ptx.float_bits(amax)
-        exponent = (bits >> 23) - (127 + 8)  # 448 = 1.75 · 2**8
+        exponent = (bits >> 23) - (127 + max_exponent)
         if (bits & 0x7FFFFF) > 0x600000:
             exponent += 1
         exponent = cutlass.max(cutlass.min(exponent, high), low)
         scale, inverse = ptx.bits_float((exponent + 127) << 23), ptx.bits_float((127 - exponent) << 23)
     else:
-        scale = cute.arch.fmax(amax / E4M3_MAX, Float32(2.0**low))
+        scale = cute.arch.fmax(amax / (1.75 * 2.0**max_exponent), Float32(2.0**low))
         inverse = 1.0 / scale
     if amax == 0.0:
         scale, inverse = Float32(1.0), Float32(1.0)
@@ -53,7 +52,8 @@ def scale_of(amax: Float32, is_power_of_two: cutlass.Constexpr[bool]):
 
 
 def saturating(x: Float32) -> Float32:
-    """x for the conversion to e4m3, which turns infinities into 448: they become NaN, and zeros keep their sign."""
+    """x for the conversion to FP8, which turns infinities into the largest number: they become NaN, and zeros keep
+    their sign."""
     return x * 0.0 + x
 
 
@@ -113,13 +113,15 @@ class QuantizeRowsKernel:
                 self.transform(values[None, i], signs, part)
             for c in cutlass.range_constexpr(CHANNELS):
                 amax = cute.arch.fmax(amax, finite_magnitude(values[c, i]))
-        scale, inverse = scale_of(self.largest_of_block(amax, tidx), spec.scales == "power_of_two")
+        largest, max_exponent = self.largest_of_block(amax, tidx), FP8_MAX_EXPONENT[spec.out_dtype]
+        scale, inverse = scale_of(largest, spec.scales == "power_of_two", max_exponent)
         if tidx == 0:
             mScale[batch, head, block] = scale
         for i in cutlass.range_constexpr(self.passes):
             packed = cute.make_rmem_tensor((CHANNELS // 4,), Int32)
             for w in cutlass.range_constexpr(CHANNELS // 4):
-                packed[w] = ptx.pack_e4m3(tuple(saturating(values[4 * w + c, i] * inverse) for c in range(4)))
+                four = tuple(saturating(values[4 * w + c, i] * inverse) for c in range(4))
+                packed[w] = ptx.pack_8bit(four, mData.element_type)
             row = first_row + i * self.rows_per_pass
             if row < end and column < spec.head_dim:
                 gData = cute.domain_offset((column,), mData[batch, row, head, None])
@@ -189,7 +191,7 @@ def compile_quantize_rows(spec: QuantizeRowsSpec, options: str = "--enable-tvm-f
     return cute.compile(
         QuantizeRowsKernel(spec),
         tensor(spec.dtype),
-        tensor(FP8),
+        tensor(spec.out_dtype),
         make_fake_compact_tensor(Float32, (batch, heads, blocks), stride_order=(2, 1, 0), assumed_align=4),
         tuple(Int32(0) for _ in range(SIGN_WORDS)),
         fake_sequences(spec.ragged),

@@ -1,4 +1,4 @@
-"""V to e4m3, transposed: statistics of each channel, its scale and mean, then the conversion.
+"""V to FP8, transposed: statistics of each channel, its scale and mean, then the conversion.
 
 ``reference_fp8.quantize_values`` is the specification; every operation here is the same fp32 operation in the same
 order.
@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Float64, Int32, const_expr
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-from flashhopper.config import ELEMENT_BYTES, FP8, QuantizeValuesSpec, ValueScalesSpec, ValueStatisticsSpec
+from flashhopper.config import ELEMENT_BYTES, FP8_MAX_EXPONENT, QuantizeValuesSpec, ValueScalesSpec, ValueStatisticsSpec
 from flashhopper.kernels import ptx
 from flashhopper.kernels.forward import ELEMENTS
 from flashhopper.kernels.quantize import fake_sequences, saturating, scale_of
@@ -20,7 +20,7 @@ from flashhopper.kernels.values import ceil_div, divide
 
 VECTOR = 8  # channels of a thread at a time
 KEYS = 128  # of a CTA that transposes
-WORDS = KEYS // 4  # of four e4m3 keys
+WORDS = KEYS // 4  # of four 8-bit keys
 PITCH = WORDS + 1  # words between channels in shared memory: neither writes nor reads conflict
 WARP = 32
 WARPS = 8
@@ -145,7 +145,8 @@ class ValueScalesKernel:
         amax = cute.arch.fmax(highest - mean, mean - lowest)
         if not cute.arch.fmax(amax, -amax) < Float32.inf:
             amax = Float32(0.0)
-        scale, inverse = scale_of(amax, self.spec.scales == "power_of_two")
+        max_exponent = FP8_MAX_EXPONENT[self.spec.out_dtype]
+        scale, inverse = scale_of(amax, self.spec.scales == "power_of_two", max_exponent)
         mScale[batch, head, tidx] = scale
         mInverse[batch, head, tidx] = inverse
         mMean[batch, head, tidx] = mean
@@ -158,12 +159,12 @@ class QuantizeValuesKernel:
     """
 
     def __init__(self, spec: QuantizeValuesSpec):
-        self.spec, self.converts = spec, spec.dtype != FP8
+        self.spec, self.converts = spec, spec.dtype not in FP8_MAX_EXPONENT
 
     @cute.jit
     def __call__(self, mV: cute.Tensor, mInverse: Any, mMean: Any, mData: cute.Tensor, sequences: Any, stream: Any):
         """``mV`` ``(batch, seqlen, heads, head_dim)``; ``mInverse`` and ``mMean`` fp32 ``(batch or sequences, heads,
-        head_dim)``, None with e4m3; ``mData`` e4m3 ``(batch, heads, head_dim, slots)``, slots a multiple of 128."""
+        head_dim)``, None with e4m3; ``mData`` FP8 ``(batch, heads, head_dim, slots)``, slots a multiple of 128."""
         num_ctas = cute.size(mData, mode=[0]) * cute.size(mData, mode=[1]) * (cute.size(mData, mode=[3]) // KEYS)
         self.kernel(mV, mInverse, mMean, mData, sequences).launch(
             grid=(num_ctas, 1, 1), block=(WARPS * WARP, 1, 1), stream=stream
@@ -232,7 +233,8 @@ class QuantizeValuesKernel:
                     y = saturating((numbers[c, j] - mean) * inverse)
                     numbers[c, j] = y if key < num_keys else Float32(0.0)
         for c in cutlass.range_constexpr(VECTOR):
-            words[word, column + c] = ptx.pack_e4m3(tuple(numbers[c, j] for j in range(4)))
+            four = tuple(numbers[c, j] for j in range(4))
+            words[word, column + c] = ptx.pack_8bit(four, ELEMENTS[self.spec.out_dtype])
 
 
 def _values(spec: Any, batch: Any, heads: Any) -> Any:
@@ -274,11 +276,12 @@ def compile_quantize_values(spec: QuantizeValuesSpec, options: str = "--enable-t
     stream."""
     batch, heads = (cute.sym_int() for _ in range(2))
     entries = cute.sym_int() if spec.ragged else batch
-    channels = [_compact(Float32, (entries, heads, spec.head_dim)) if spec.dtype != FP8 else None for _ in range(2)]
-    data = _compact(ELEMENTS[FP8], (batch, heads, spec.head_dim, cute.sym_int(divisibility=KEYS)))
+    kernel = QuantizeValuesKernel(spec)
+    channels = [_compact(Float32, (entries, heads, spec.head_dim)) if kernel.converts else None for _ in range(2)]
+    data = _compact(ELEMENTS[spec.out_dtype], (batch, heads, spec.head_dim, cute.sym_int(divisibility=KEYS)))
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(
-        QuantizeValuesKernel(spec),
+        kernel,
         _values(spec, batch, heads),
         *channels,
         data,
