@@ -103,7 +103,7 @@ def backward_specs(features: Features = PLAIN) -> list[AnySpec]:
 
 
 def fp8_specs(features: Features = PLAIN, dtype: Dtype = E4M3) -> list[KernelSpec]:
-    """Every kernel that ``heuristics.select_fp8_spec`` can choose for exactly these features and inputs of ``dtype``."""
+    """Every kernel that ``heuristics.select_fp8_spec`` can choose for exactly these features and this type."""
     return [
         row.spec(out_dtype, causal, fast, is_centered, features=features, dtype=dtype)
         for row in FP8_TABLE

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from test_tile_table import Compilation
 
-from flashhopper.config import Features, KernelSpec, QuantizeRowsSpec, QuantizeSpec, QuantizeValuesSpec
+from flashhopper.config import E5M2, Features, KernelSpec, QuantizeRowsSpec, QuantizeSpec, QuantizeValuesSpec
 from flashhopper.inspect_kernel import CompileReport, compile_report
 from flashhopper.kernel_list import fp8_specs, quantize_specs
 
@@ -25,8 +27,18 @@ MASKED += [
     for spec in fp8_specs(Features(window=True, chunk=True, ragged=True))
     if spec.out_dtype == "bfloat16" and spec.config.two_level and spec.head_dim in (64, 256)
 ]
+# e5m2 has another instruction in the place of e4m3's.
+IN_E5M2 = [
+    spec
+    for features in (Features(), Features(window=True, chunk=True, ragged=True))
+    for spec in fp8_specs(features, E5M2)
+    if spec.out_dtype == "bfloat16" and spec.config.two_level
+    if spec.causal or (spec.features.ragged and spec.head_dim == 256)
+]
 QUANTIZE = [spec for spec in quantize_specs() if spec.dtype != "float16"]
+QUANTIZE += [spec for spec in quantize_specs(out_dtype=E5M2) if spec.dtype == "bfloat16" and spec.head_dim == 128]
 QUANTIZE += [spec for spec in quantize_specs(ragged=True) if spec.dtype != "float16" and spec.head_dim in (128, 256)]
+SASS_NAMES = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2"}
 OTHERS = [
     QuantizeRowsSpec("float16", 80, 64, "amax", False),
     QuantizeRowsSpec("bfloat16", 16, 128, "power_of_two", True),
@@ -40,7 +52,7 @@ def assert_nothing_in_local_memory(report: CompileReport) -> None:
     assert not {code for code in report.remark_codes if code.startswith("C75")}, report.remarks
 
 
-@pytest.mark.parametrize("spec", [*FORWARD, *MASKED], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [*FORWARD, *MASKED, *IN_E5M2], ids=lambda spec: spec.name)
 def test_forward(spec: KernelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     compilation = Compilation(monkeypatch)
     report = compile_report(spec, compilation)
@@ -50,6 +62,10 @@ def test_forward(spec: KernelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.opcodes.get("HGMMA", 0) == 0
     chunks = spec.head_dim_v // (config.two_level_columns or spec.head_dim_v)
     assert report.opcodes.get("QGMMA", 0) >= spec.head_dim // 32 + chunks * config.tile_n // 32
+    element = SASS_NAMES[spec.dtype]
+    operands = re.findall(r"QGMMA\.\w+\.F32\.(\w+)\.(\w+)", report.sass)
+    assert len(operands) == report.opcodes["QGMMA"]
+    assert set(operands) == {(element, element), ("E4M3", element)}  # Q and K; P, always e4m3, and V
     assert report.opcodes.get("UTMALDG", 0) >= 3  # Q, K, V
     assert report.opcodes.get("UTMASTG", 0) >= 1  # O
     assert report.opcodes.get("USETMAXREG", 0) == 2
@@ -70,5 +86,9 @@ def test_quantising(spec: QuantizeSpec) -> None:
         lengths = 3 if spec.ragged else 0  # cu_seqlens, in the search and after it, and a length
         assert report.sass.count("LDG.E.128") == report.opcodes["LDG"] - lengths >= 2
         assert report.sass.count("STG.E.128") == report.opcodes["STG"] - 1  # and a scale
+    if isinstance(spec, QuantizeRowsSpec | QuantizeValuesSpec):
+        conversions = re.findall(r"F2FP\.SATFINITE\.(\w+)", report.sass)
+        assert len(conversions) >= 8
+        assert set(conversions) == {SASS_NAMES[spec.out_dtype]}
     if isinstance(spec, QuantizeValuesSpec):
         assert report.sass.count("STG.E.128") == report.opcodes["STG"]

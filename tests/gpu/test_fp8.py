@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fp8_checks import compare, same_bits
+from fp8_checks import assert_quantised_alike, compare, same_bits, source
 from tolerance import root_mean_square
 
 from flashhopper import flash_attn_fp8_func, flash_attn_func, launch, launch_fp8, quantize_fp8, reference_fp8
@@ -17,15 +17,6 @@ from flashhopper.reference_fp8 import E4M3
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SHAPES = [(2, 300, 555, 4, 2), (1, 128, 1024, 2, 2), (1, 700, 129, 2, 1), (3, 1, 77, 3, 3)]
-
-
-def source(seqlen: int, head_dim: int, dtype: torch.dtype, spoilt: bool) -> torch.Tensor:
-    """``(2, seqlen, 3, head_dim)`` with a mean and, if ``spoilt``, zeros, outliers and values that are not finite."""
-    x = torch.randn(2, seqlen, 3, head_dim) + torch.randn(3, head_dim)
-    if spoilt:
-        x[0, 3, 0, 5], x[0, 70, 0, 1], x[0, 71, 2, 1] = math.nan, math.inf, -math.inf
-        x[1, 64:128], x[1, 10, 0], x[0, 20, 0, 2], x[1, :, 1, 3] = 0, 1e-30, 3e4, math.nan
-    return x.to(dtype)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "strided"])
@@ -42,15 +33,7 @@ def test_the_quantisers_agree_in_every_bit(
     if layout == "strided":
         buffer = torch.empty(2, 3, seqlen, head_dim + 16, dtype=dtype, device="cuda")
         on_card = buffer[..., 8:-8].transpose(1, 2).copy_(on_card)
-    for rows in (64, 128):
-        for seed in (None, 5):
-            given = launch_fp8.quantize_rows(on_card, rows, kind, seed)
-            expected = reference_fp8.quantize_rows(x, rows, kind, seed)
-            assert [same_bits(a, b) for a, b in zip(given, expected, strict=True)] == [True, True]
-    for center in (False, True):
-        values = launch_fp8.quantize_values(on_card, kind, center)
-        expected_values = reference_fp8.quantize_values(x, kind, center)
-        assert [same_bits(a, b) for a, b in zip(values, expected_values, strict=True)] == [True] * 3
+    assert_quantised_alike(x, on_card, kind)
 
 
 @pytest.mark.parametrize("seqlen", [1, 128, 333])

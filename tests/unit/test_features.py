@@ -12,7 +12,7 @@ from hypothesis import given as draw
 from hypothesis import strategies as st
 from row_by_row import sees
 
-from flashhopper.config import FP8_FEATURES, BackwardSpec, ConfigError, Features, KernelSpec
+from flashhopper.config import FP8_FEATURES, FP8_MAX_EXPONENT, BackwardSpec, ConfigError, Features, KernelSpec
 from flashhopper.heuristics import (
     BACKWARD_TABLE,
     FP8_TABLE,
@@ -66,6 +66,7 @@ def test_all_kernels_with_features_are_those_that_calls_choose(features: Feature
     others = set(quantize_specs(features.ragged)) if has_fp8 else set()
     assert set(all_specs(features)) == forward | backward | fp8 | others
     found_forward, found_backward, found_fp8 = set(), set(), set()
+    in_e5m2 = set(fp8_specs(features, "float8_e5m2")) if has_fp8 else set()
     asked = [options for options, found in ASKED.values() if found == features]
     asked += [options | {"causal": False} for options in asked]
     asked += [options | {"causal": True} for options in asked]
@@ -78,11 +79,14 @@ def test_all_kernels_with_features_are_those_that_calls_choose(features: Feature
                 found_backward.add(select_backward_spec(one._replace(v=v)))
                 if has_fp8:
                     found_fp8 |= {
-                        select_fp8_spec(one._replace(v=v), *how) for how in itertools.product((False, True), repeat=2)
+                        select_fp8_spec(one._replace(v=v), fast, is_centered, dtype=dtype)
+                        for fast, is_centered in itertools.product((False, True), repeat=2)
+                        for dtype in FP8_MAX_EXPONENT
                     }
     assert found_forward == forward
     assert found_backward == {spec for spec in backward if isinstance(spec, BackwardSpec)}
-    assert found_fp8 == fp8
+    assert found_fp8 == fp8 | in_e5m2
+    assert len(in_e5m2) == len(fp8)
 
 
 @pytest.mark.parametrize("row", FP8_TABLE, ids=lambda row: f"{row.head_dim}-{row.head_dim_v}")

@@ -12,11 +12,13 @@ from tolerance import assert_lse_close, root_mean_square
 from flashhopper import flash_attn_fp8_func, flash_attn_func, quantize_fp8
 from flashhopper.config import KEYS_PER_SCALE, QUERIES_PER_SCALE, ForwardConfig
 from flashhopper.reference import attention, visible_keys
-from flashhopper.reference_fp8 import E4M3, WHOLE_SEQUENCE, Operands, emulate_fp8_forward, transpose_values
+from flashhopper.reference_fp8 import E4M3, E5M2, WHOLE_SEQUENCE, Operands, emulate_fp8_forward, transpose_values
 
 BF16 = torch.bfloat16
 TWO_LEVEL = ForwardConfig(128, 128, two_level_columns=128)
 FAST = ForwardConfig(128, 128)
+ROUNDING = {E4M3: 1.0, E5M2: 2.0}  # a bit less of mantissa
+each_type = pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 
 
 def inputs(seqlen_q: int, seqlen_k: int, heads: int = 1, heads_k: int = 1, dim: int = 64, dim_v: int = 64) -> list[Any]:
@@ -31,26 +33,31 @@ def operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **recipe: Any) -
     return Operands(q8.data, k8.data, v8.data, *scales, QUERIES_PER_SCALE, KEYS_PER_SCALE, k.shape[1])
 
 
+@each_type
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("hadamard", [False, True])
-def test_quantised_tensors_give_attention_on_what_they_stand_for(hadamard: bool, causal: bool) -> None:
+def test_quantised_tensors_give_attention_on_what_they_stand_for(
+    hadamard: bool, causal: bool, fp8: torch.dtype
+) -> None:
     q, k, v = inputs(70, 200, 4, 2, 96, 48)
-    quantised = quantize_fp8(q, k, v, hadamard=hadamard, seed=2)
+    recipe = {"hadamard": hadamard, "seed": 2, "dtype": fp8}
+    quantised = quantize_fp8(q, k, v, **recipe)
     out, lse = flash_attn_func(*quantised, causal=causal, return_lse=True)
     ref, ref_lse = attention(*(x.dequantize() for x in quantised), softmax_scale=96**-0.5, causal=causal)
     assert (out.dtype, out.shape, lse.shape) == (BF16, (1, 70, 4, 48), (1, 4, 70))
     torch.testing.assert_close(out.float(), ref, atol=4e-3, rtol=2**-8)
     assert_lse_close(lse, ref_lse)
     exact = attention(q.double(), k.double(), v.double(), softmax_scale=96**-0.5, causal=causal)[0]
-    assert root_mean_square(out - exact) < 0.04 * root_mean_square(exact) + 4e-3
-    same = flash_attn_fp8_func(q, k, v, causal=causal, hadamard=hadamard, seed=2, return_lse=True)
+    assert root_mean_square(out - exact) < ROUNDING[fp8] * 0.04 * root_mean_square(exact) + 4e-3
+    same = flash_attn_fp8_func(q, k, v, causal=causal, return_lse=True, **recipe)
     assert torch.equal(same[0], out)
     assert torch.equal(same[1], lse)
 
 
+@each_type
 @pytest.mark.parametrize("per_head", [False, True])
-def test_raw_e4m3_tensors_with_descales(per_head: bool) -> None:
-    q, k, v = (x.to(E4M3) for x in inputs(33, 65, 4, 2))
+def test_raw_tensors_with_descales(per_head: bool, fp8: torch.dtype) -> None:
+    q, k, v = (x.to(fp8) for x in inputs(33, 65, 4, 2))
     q, k, v = (x.expand(2, *x.shape[1:]) for x in (q, k, v))
     factors = [0.5 + torch.rand(2, 2) if per_head else 0.5 + torch.rand(1) for _ in range(3)]
     out = flash_attn_func(q, k, v, 1.0, q_descale=factors[0], k_descale=factors[1], v_descale=factors[2])
@@ -159,6 +166,25 @@ def test_values_that_are_not_finite_reach_the_rows_that_see_them() -> None:
     assert out[0, 5:].isnan().all()
 
 
+def test_infinities_of_raw_e5m2_tensors_are_infinities() -> None:
+    """A score of minus infinity hides its key, one of plus infinity leaves nothing to compare with."""
+    q, k, v = (x.to(E5M2) for x in inputs(8, 8))
+    k[0, 5, 0, 3] = torch.tensor(math.inf).to(E5M2)
+    q[0, :, 0, 3] = torch.tensor([1.0, -1.0] * 4).to(E5M2)
+    out = flash_attn_func(q, k, v)
+    assert out[0, ::2].isnan().all()
+    others = [torch.cat((x[:, :5], x[:, 6:]), 1) for x in (k.float(), v.float())]
+    ref, _ = attention(q.float(), *others, softmax_scale=64**-0.5, causal=False)
+    torch.testing.assert_close(out[0, 1::2].float(), ref[0, 1::2], atol=1e-2, rtol=2**-7)
+
+
+def test_e5m2_has_twice_the_error_of_e4m3() -> None:
+    q, k, v = inputs(200, 600, 4, 2)
+    exact, _ = attention(q.double(), k.double(), v.double(), softmax_scale=0.125, causal=False)
+    errors = [root_mean_square(flash_attn_fp8_func(q, k, v, dtype=dtype) - exact) for dtype in (E4M3, E5M2)]
+    assert 1.6 * errors[0] < errors[1] < 2.4 * errors[0]
+
+
 RAW = {name: torch.ones(1, 4, 2, 64).to(E4M3) for name in "qkv"}
 QUANTISED = quantize_fp8(*(torch.ones(1, 4, 2, 64, dtype=BF16) for _ in range(3)))._asdict()
 
@@ -171,6 +197,13 @@ QUANTISED = quantize_fp8(*(torch.ones(1, 4, 2, 64, dtype=BF16) for _ in range(3)
             RAW | {"k": QUANTISED["k"]},
             TypeError,
             "must all come from quantize_fp8 or all be tensors of one dtype, got q torch",
+        ),
+        (RAW | {"k": RAW["k"].to(E5M2)}, TypeError, "k has dtype torch.float8_e5m2; with another of q, k and v in"),
+        (RAW | {"q": RAW["q"].to(E5M2)}, TypeError, "k has dtype torch.float8_e4m3fn; with another of q, k and v in"),
+        (
+            QUANTISED | {"v": quantize_fp8(v=torch.ones(1, 4, 2, 64, dtype=BF16), dtype=E5M2).v},
+            TypeError,
+            "v was quantised to torch.float8_e5m2, q to torch.float8_e4m3fn: all must have the same dtype",
         ),
         (RAW | {"k": None}, TypeError, "k must be a torch.Tensor, got NoneType"),
         (RAW | {"q_descale": 1.0}, TypeError, "q_descale must be a torch.Tensor or None, got float"),
@@ -196,7 +229,7 @@ QUANTISED = quantize_fp8(*(torch.ones(1, 4, 2, 64, dtype=BF16) for _ in range(3)
         (
             dict.fromkeys("qkv", torch.ones(1, 4, 2, 64)) | {"v_descale": torch.ones(1)},
             ValueError,
-            "q, k and v are not",
+            "v_descale is for torch.float8_e4m3fn and torch.float8_e5m2 tensors; q, k and v are not",
         ),
         (
             dict.fromkeys("qkv", torch.ones(1, 4, 2, 64)) | {"fp8_accumulate": "fast"},
@@ -228,10 +261,11 @@ def test_wrong_arguments_of_the_one_call_form() -> None:
 @pytest.mark.parametrize("softmax", ["exact", "lazy"])
 @pytest.mark.parametrize("levels", [{}, {"two_level_columns": 64}, {"flush_blocks": 2}])
 @pytest.mark.parametrize("tile_n", [64, 128])
+@each_type
 def test_the_emulator_agrees_with_attention_on_quantised_tensors(
-    tile_n: int, levels: dict[str, int], softmax: Any, causal: bool
+    tile_n: int, levels: dict[str, int], softmax: Any, causal: bool, fp8: torch.dtype
 ) -> None:
-    given = operands(*inputs(200, 400, 2, 1))
+    given = operands(*inputs(200, 400, 2, 1), dtype=fp8)
     config = ForwardConfig(128, tile_n, softmax=softmax, **levels)
     out, lse = emulate_fp8_forward(given, softmax_scale=0.125, causal=causal, config=config)
     ref, ref_lse = attention(*given.dequantized(), softmax_scale=0.125, causal=causal)

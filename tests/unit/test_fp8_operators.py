@@ -13,8 +13,9 @@ from torch._subclasses import FakeTensorMode
 from flashhopper import flash_attn_fp8_func, flash_attn_func, quantize_fp8, torch_library_fp8
 from flashhopper.fp8 import Descales, Fp8Recipe
 from flashhopper.problem import AttentionOptions, SoftmaxTensors
-from flashhopper.reference_fp8 import E4M3
+from flashhopper.reference_fp8 import E4M3, E5M2
 from flashhopper.torch_library_fp8 import FromSixteenBits
+from flashhopper.unproven import VARIABLE
 
 BF16 = torch.bfloat16
 OPERATORS = torch.ops.flashhopper
@@ -44,17 +45,21 @@ def recorded(monkeypatch: pytest.MonkeyPatch, name: str) -> list[tuple[Any, ...]
     return calls
 
 
+each_type = pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+
+
+@each_type
 @pytest.mark.parametrize("hadamard_seed", [None, 3])
 @pytest.mark.parametrize("rows", [64, 128])
-def test_opcheck_of_the_quantisers(rows: int, hadamard_seed: int | None) -> None:
+def test_opcheck_of_the_quantisers(rows: int, hadamard_seed: int | None, fp8: torch.dtype) -> None:
     q, _, v = inputs(seqlen_q=130)
     torch.library.opcheck(
-        OPERATORS.fp8_quantize_rows.default, (q, rows, "power_of_two", hadamard_seed, E4M3, "q", None, None)
+        OPERATORS.fp8_quantize_rows.default, (q, rows, "power_of_two", hadamard_seed, fp8, "q", None, None)
     )
-    torch.library.opcheck(OPERATORS.fp8_quantize_values.default, (v, "amax", hadamard_seed is None, E4M3, None, None))
+    torch.library.opcheck(OPERATORS.fp8_quantize_values.default, (v, "amax", hadamard_seed is None, fp8, None, None))
 
 
-def opcheck_of_e4m3(operator: Any, arguments: tuple[Any, ...]) -> None:
+def opcheck_of_fp8(operator: Any, arguments: tuple[Any, ...]) -> None:
     given = [x for x in arguments if isinstance(x, torch.Tensor)]
     copies = [x.clone() for x in given]
     torch.library.opcheck(operator, arguments, test_utils=WITHOUT_SCHEMA)
@@ -62,26 +67,27 @@ def opcheck_of_e4m3(operator: Any, arguments: tuple[Any, ...]) -> None:
         assert torch.equal(x.float(), copy.float())
 
 
+@each_type
 @pytest.mark.parametrize("options", [AttentionOptions(causal=True), WINDOW], ids=["causal", "window"])
-def test_opcheck_of_attention(options: AttentionOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opcheck_of_attention(options: AttentionOptions, fp8: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = inputs()
     tensors = [x.clone().requires_grad_() for x in (q, k, v)]
-    call = FromSixteenBits(*tensors, Fp8Recipe("amax", False, True, 5), options, "fast")
+    call = FromSixteenBits(*tensors, Fp8Recipe("amax", False, True, 5, fp8), options, "fast")
     torch.library.opcheck(OPERATORS.fp8_attention.default, call.flat())
     sink = SoftmaxTensors(torch.randn(4))
     for center_v in (False, True):
-        quantised = quantize_fp8(q, k, v, center_v=center_v, hadamard=center_v)
+        quantised = quantize_fp8(q, k, v, center_v=center_v, hadamard=center_v, dtype=fp8)
         calls = recorded(monkeypatch, "fp8_quantised_attention")
         out, lse = torch_library_fp8.attention(*quantised, options, Descales(), "two_level", sink)
         monkeypatch.undo()
-        opcheck_of_e4m3(OPERATORS.fp8_quantised_attention.default, calls[0])
+        opcheck_of_fp8(OPERATORS.fp8_quantised_attention.default, calls[0])
         expected = flash_attn_func(*quantised, **options._asdict(), learnable_sink=sink[0], return_lse=True)
         assert torch.equal(out, expected[0])
         assert torch.equal(lse, expected[1])
-    raw = [x.to(E4M3) for x in (q, k, v)]
+    raw = [x.to(fp8) for x in (q, k, v)]
     factors = Descales(None, torch.ones(2, 2), torch.full((1,), 2.0))
     arguments = (*raw, *factors, *(None,) * 8, *options, "two_level")  # no softmax tensors, no lengths
-    opcheck_of_e4m3(OPERATORS.fp8_raw_attention.default, arguments)
+    opcheck_of_fp8(OPERATORS.fp8_raw_attention.default, arguments)
 
 
 def from_16_bit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -101,7 +107,13 @@ def raw(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor
     return out * 1, lse
 
 
-@pytest.mark.parametrize("attend", [from_16_bit, in_two_steps, raw])
+def all_in_e5m2(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    quantised = quantize_fp8(q, k, v, dtype=E5M2)
+    out = flash_attn_fp8_func(q, k, v, dtype=E5M2)
+    return out * 1, flash_attn_func(*quantised), flash_attn_func(*(x.to(E5M2) for x in (q, k, v)), causal=True)
+
+
+@pytest.mark.parametrize("attend", [from_16_bit, in_two_steps, raw, all_in_e5m2])
 def test_compiled_once_for_all_lengths(attend: Callable[..., Any]) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=counter)
@@ -184,14 +196,20 @@ def test_export(strict: bool) -> None:
     assert torch.equal(program.module()(*others), flash_attn_fp8_func(*others, causal=True))
 
 
-def test_fake_tensors_have_the_shapes_and_dtypes_of_a_call() -> None:
+@each_type
+def test_fake_tensors_have_the_shapes_and_dtypes_of_a_call(fp8: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "1")
     with FakeTensorMode():
         shapes = (2, 5, 4, 16), (2, 7, 2, 16), (2, 7, 2, 32)
         q, k, v = (torch.empty(shape, device="cuda", dtype=torch.float16) for shape in shapes)
-        quantised = quantize_fp8(q, k, v)
+        quantised = quantize_fp8(q, k, v, dtype=fp8)
+        assert {x.dtype for x in quantised} == {fp8}
         assert [tuple(x.data.shape) for x in quantised] == [shapes[0], shapes[1], (2, 2, 32, 128)]
         assert [tuple(x.scale.shape) for x in quantised] == [(2, 4, 1), (2, 2, 1), (2, 2, 32)]
-        results = [flash_attn_func(*quantised, return_lse=True), flash_attn_fp8_func(q, k, v, return_lse=True)]
+        results = [
+            flash_attn_func(*quantised, return_lse=True),
+            flash_attn_fp8_func(q, k, v, dtype=fp8, return_lse=True),
+        ]
     for out, lse in results:
         assert (out.shape, out.dtype, out.device.type) == ((2, 5, 4, 32), torch.float16, "cuda")
         assert (lse.shape, lse.dtype, lse.device.type) == ((2, 4, 5), torch.float32, "cuda")
@@ -204,6 +222,7 @@ def test_a_call_that_cannot_be_compiled_names_the_argument() -> None:
         ({"causal": 1}, TypeError, "causal must be a bool, got int"),
         ({"scales": "block"}, ValueError, "scales is 'block'"),
         ({"fp8_accumulate": "slow"}, ValueError, "fp8_accumulate is 'slow'"),
+        ({"dtype": BF16}, TypeError, r"dtype is torch\.bfloat16; accepted are"),
     ):
         with pytest.raises(error, match=fragment):
             eager(q, **options)
@@ -223,6 +242,10 @@ def test_a_call_that_cannot_be_compiled_names_the_argument() -> None:
         attend(q8, k8, v8, q_descale=torch.ones(1))
     with pytest.raises(TypeError, match=r"k has dtype torch\.bfloat16; with another of q, k and v in"):
         attend(q.to(E4M3), k, v)
+    with pytest.raises(TypeError, match=r"k has dtype torch\.float8_e5m2; with another of q, k and v in"):
+        attend(q.to(E4M3), k.to(E5M2), v.to(E5M2))
+    with pytest.raises(TypeError, match=r"k was quantised to torch\.float8_e5m2, q to torch\.float8_e4m3fn"):
+        attend(q8, quantize_fp8(k=k, dtype=E5M2).k, v8)
     with pytest.raises(NotImplementedError, match="learnable_sink requires a gradient"):
         attend(q8, k8, v8, learnable_sink=torch.randn(4).requires_grad_())
 

@@ -24,7 +24,7 @@ from flashhopper import (
 from flashhopper.fp8 import Descales, Fp8Recipe
 from flashhopper.kernels import ragged as ragged_kernels
 from flashhopper.problem import AttentionOptions, RaggedTensors, SoftmaxTensors
-from flashhopper.reference_fp8 import E4M3
+from flashhopper.reference_fp8 import E4M3, E5M2
 from flashhopper.reference_fp8_varlen import num_blocks, own_block
 from flashhopper.torch_library_fp8 import FromSixteenBits
 
@@ -73,14 +73,16 @@ def test_every_sequence_has_blocks_of_its_own(lengths: list[int], outside: int, 
 
 
 @pytest.mark.parametrize(
-    "recipe", [{}, {"scales": "amax", "hadamard": False, "center_v": False}], ids=["default", "plain"]
+    "recipe",
+    [{}, {"scales": "amax", "hadamard": False, "center_v": False}, {"dtype": E5M2}],
+    ids=["default", "plain", "e5m2"],
 )
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=list(BATCHES))
 def test_sequences_are_quantised_as_if_alone(batch: Batch, recipe: dict[str, Any]) -> None:
     tensors = inputs(batch)
     found = quantised(tensors, batch.arguments(), **recipe)
     for x, source, side in zip(found, tensors, (batch.q, batch.k, batch.k), strict=True):
-        assert x.shape == source.shape
+        assert (x.shape, x.dtype) == (source.shape, recipe.get("dtype", E4M3))
         plain, scales_seen = x.dequantize(), torch.ones_like(x.scale, dtype=torch.bool)
         assert (plain[side.unused] == 0).all()
         for i, rows in enumerate(side.slices):
@@ -128,10 +130,11 @@ def test_attention_and_gradients_are_those_of_each_sequence(batch: Batch, masks:
             torch.testing.assert_close(mine[at], theirs[0], atol=2e-2, rtol=2**-6)
 
 
+@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("per_sequence", [False, True])
-def test_raw_e4m3_tensors_with_descales(per_sequence: bool) -> None:
+def test_raw_tensors_with_descales(per_sequence: bool, fp8: torch.dtype) -> None:
     batch = BATCHES["used"]
-    q, k, v = (x.to(E4M3) for x in inputs(batch, spoilt=False))
+    q, k, v = (x.to(fp8) for x in inputs(batch, spoilt=False))
     factors = [0.5 + torch.rand(3, 2) if per_sequence else 0.5 + torch.rand(1) for _ in range(3)]
     descales = dict(zip(("q_descale", "k_descale", "v_descale"), factors, strict=True))
     out, lse = flash_attn_varlen_func(q, k, v, **batch.arguments(), **descales, causal=True, return_lse=True)
@@ -142,6 +145,14 @@ def test_raw_e4m3_tensors_with_descales(per_sequence: bool) -> None:
         expected = flash_attn_func(*alone, **own, causal=True, return_lse=True)
         torch.testing.assert_close(out[q_rows], expected[0][0], atol=1e-2, rtol=2**-7)
         torch.testing.assert_close(lse[:, q_rows], expected[1][0], atol=1e-5, rtol=1e-5)
+
+
+def test_the_one_call_form_in_e5m2_is_the_one_in_two_steps() -> None:
+    batch = BATCHES["used"]
+    tensors, lengths = inputs(batch), batch.arguments()
+    out = flash_attn_varlen_fp8_func(*tensors, **lengths, causal=True, dtype=E5M2)
+    assert torch.equal(out, flash_attn_varlen_func(*quantised(tensors, lengths, dtype=E5M2), **lengths, causal=True))
+    assert not torch.equal(out, flash_attn_varlen_fp8_func(*tensors, **lengths, causal=True))
 
 
 def test_lengths_must_be_the_ones_that_were_quantised_with() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from flashhopper.config import Features, KernelSpec, QuantizeRowsSpec, QuantizeV
 from flashhopper.fp8 import Descales, checked_inputs
 from flashhopper.kernels.features import FeatureArgs
 from flashhopper.problem import AttentionOptions, RaggedTensors, SoftmaxTensors
-from flashhopper.reference_fp8 import E4M3
+from flashhopper.reference_fp8 import E4M3, E5M2
 from flashhopper.reference_fp8_varlen import Sequences
 
 BF16 = torch.bfloat16
@@ -129,6 +130,36 @@ def test_the_quantisers(used: torch.Tensor | None, calls: Calls) -> None:
         assert cu_seqlens is sequences.cu_seqlens
         assert torch.equal(lengths, expected)
     assert shapes(calls[1][1]) == [(1, 350, 2, 64), (1, 2, 350 // 512 + 3, 3, 64)]
+
+
+def test_e5m2(calls: Calls) -> None:
+    x = torch.randn(1, 200, 2, 64).to(BF16)
+    launched(quantize_fp8(x, x, x, dtype=E5M2), AttentionOptions())
+    ((spec, arguments),) = calls
+    assert (spec.dtype, spec.out_dtype) == ("float8_e5m2", "bfloat16")
+    assert [tensor.dtype for tensor in arguments[:4]] == [E5M2, E5M2, E5M2, BF16]
+    launched(quantize_fp8(x, x, x), AttentionOptions())
+    assert calls[-1][0] == replace(spec, dtype="float8_e4m3fn")
+    calls.clear()
+    data, _ = launch_fp8.quantize_rows(x, 64, "amax", None, dtype=E5M2)
+    values, _, _ = launch_fp8.quantize_values(x, "amax", True, dtype=E5M2)
+    assert data.dtype == values.dtype == E5M2
+    assert [getattr(spec, "out_dtype", None) for spec, _ in calls] == [
+        "float8_e5m2",
+        None,  # statistics are those of 16-bit values
+        "float8_e5m2",
+        "float8_e5m2",
+    ]
+    assert (calls[0][1][1].dtype, calls[3][1][3].dtype) == (E5M2, E5M2)
+
+
+def test_the_kernel_that_transposes_takes_the_bytes_of_either_type(calls: Calls) -> None:
+    data = torch.randn(1, 200, 2, 64).to(E5M2)
+    assert launch_fp8.transpose_values(data).dtype == E5M2
+    ((spec, arguments),) = calls
+    assert spec == QuantizeValuesSpec("float8_e4m3fn", 64)
+    assert arguments[0].dtype == arguments[3].dtype == E4M3
+    assert arguments[0].data_ptr() == data.data_ptr()
 
 
 @pytest.mark.parametrize("shape, batch", [((0, 2, 64), 2), ((9, 2, 64), 0)])
