@@ -176,8 +176,9 @@ def quantize(
         if x is not None:
             check_source(name, x, lengths.side(name) is not None)
     lengths.check(q, k, v)
-    if recipe.dtype is E5M2 and any(x is not None and x.device.type != "cpu" for _, x in given):
-        refuse_unproven("FP8 in e5m2")
+    for _, x in given:
+        if x is not None:
+            refuse_e5m2(recipe.dtype, x.device)
     with torch.no_grad():
         quantised = [None if x is None else _quantize(name, x, recipe, lengths.side(name), engine) for name, x in given]
     return Fp8QKV(*quantised)
@@ -324,8 +325,7 @@ def checked_inputs(
         inputs.problem.check_softmax_tensors(softmax_tensors)
     if inputs.problem.device.type != "cpu":
         _refuse_on_cuda(options, softmax_tensors)
-        if tensors[0].dtype is E5M2:
-            refuse_unproven("FP8 in e5m2")
+        refuse_e5m2(tensors[0].dtype, inputs.problem.device)
     return inputs
 
 
@@ -341,6 +341,12 @@ def are_quantised(q: Any, k: Any, v: Any) -> bool:
 def check_accumulate(accumulate: Any) -> None:
     if accumulate not in ACCUMULATE:
         raise ValueError(f"fp8_accumulate is {accumulate!r}; accepted are {' and '.join(map(repr, ACCUMULATE))}")
+
+
+def refuse_e5m2(dtype: torch.dtype, device: torch.device) -> None:
+    """NotImplementedError on CUDA tensors, until a card has run it."""
+    if dtype is E5M2 and device.type != "cpu":
+        refuse_unproven("FP8 in e5m2")
 
 
 def _refuse_on_cuda(options: AttentionOptions, softmax_tensors: SoftmaxTensors) -> None:

@@ -6,10 +6,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from flashhopper import flash_attn_func, quantize_fp8
-from flashhopper.fp8 import Fp8Recipe
-from flashhopper.problem import AttentionOptions
-from flashhopper.torch_library_fp8 import FromSixteenBits
+from flashhopper import flash_attn_fp8_func, flash_attn_func, quantize_fp8
 from flashhopper.unproven import VARIABLE, refuse_unproven
 
 
@@ -30,7 +27,7 @@ def test_e5m2_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
         assert quantize_fp8(x).q.dtype == torch.float8_e4m3fn  # which is not refused
         for call in (
             lambda: quantize_fp8(v=x, dtype=e5m2),
-            FromSixteenBits(x, x, x, Fp8Recipe(dtype=e5m2), AttentionOptions(), "two_level").run,
+            lambda: flash_attn_fp8_func(x, x, x, dtype=e5m2),
             lambda: flash_attn_func(raw, raw, raw),
         ):
             with pytest.raises(NotImplementedError, match="FP8 in e5m2"):
