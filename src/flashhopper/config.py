@@ -82,6 +82,9 @@ class ForwardConfig:
     """Size of the group of heads worked on at a time: as many as give each CTA this many tiles, if L2 holds them."""
     softmax: Softmax = "lazy"
     """``exact``: online softmax; ``lazy``: row maximum of the first blocks kept as reference, tile redone if unsafe."""
+    exp2_on_fma: int = 0
+    """Of each 8 exponentials in blocks that keep the lazy reference, so many as a polynomial: for kernels whose scores
+    go through the unit of exp2 before. 16-bit inputs only."""
     warpgroup_order: WarpgroupOrder = "stagger"
     """``ping_pong``: warpgroups take turns in every block; ``stagger``: once per tile; ``free``: never."""
     overlap_gemm_softmax: bool = True
@@ -181,6 +184,8 @@ class ForwardConfig:
             problems.append("prefetch_scores reads the next Q beside this one: num_q_stages=2, q_in_registers=False")
         if self.share_qo_smem and not self.tma_store:
             problems.append("share_qo_smem without tma_store has nothing to share")
+        if self.exp2_on_fma and (not 0 <= self.exp2_on_fma <= 8 or self.softmax != "lazy" or element_bytes == 1):
+            problems.append(f"exp2_on_fma={self.exp2_on_fma} must be 0 to 8, and 0 with softmax='exact' or FP8")
         if self.softmax == "lazy" and not self.split_masked_loop:
             problems.append("softmax='lazy' runs in the unmasked loop, split_masked_loop=False leaves none")
         if problems:

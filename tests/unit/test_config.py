@@ -122,6 +122,8 @@ INFEASIBLE = [
     (ForwardConfig(128, 64, q_in_registers=True, share_qo_smem=True), 64, "q_in_registers with share_qo_smem"),
     (ForwardConfig(64, 64, num_q_stages=3), 64, "num_q_stages=3 must be 1 or 2"),
     (ForwardConfig(128, 64, share_qo_smem=True, tma_store=False), 64, "share_qo_smem without tma_store"),
+    (ForwardConfig(128, 64, exp2_on_fma=9), 64, "exp2_on_fma=9 must be 0 to 8"),
+    (ForwardConfig(128, 64, exp2_on_fma=2, softmax="exact"), 64, "and 0 with softmax='exact'"),
     (ForwardConfig(128, 64, share_qo_smem=True, num_q_stages=2), 64, "num_q_stages must be 1"),
     (ForwardConfig(128, 64, softmax="lazy", split_masked_loop=False), 64, "split_masked_loop=False leaves none"),
     (ForwardConfig(128, 64, prefetch_scores=True), 64, "prefetch_scores reads the next Q beside this one"),

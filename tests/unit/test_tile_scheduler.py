@@ -139,3 +139,18 @@ def test_key_tiles_of_a_head_are_claimed_in_falling_order(
         assert n_block == seen.get((head, batch_entry), num_n_blocks) - 1
         seen[head, batch_entry] = n_block
     assert set(seen.values()) == {0}
+
+
+@given(
+    seqlens=st.tuples(st.integers(1, 20_000), st.one_of(st.integers(1, 20_000), st.integers(1, 2**30))),
+    heads_k=st.one_of(st.integers(1, 40), st.integers(1, 4096)),
+    ratio=st.integers(1, 16),
+    spec=st.sampled_from(SPECS),
+    num_ctas=st.integers(1, 132),
+)
+def test_one_group_of_heads_is_found_without_a_division(
+    seqlens: tuple[int, int], heads_k: int, ratio: int, spec: KernelSpec, num_ctas: int
+) -> None:
+    (seqlen_q, seqlen_k), heads = seqlens, heads_k * ratio
+    grid = TileGrid.create((seqlen_q, heads, 1), (seqlen_k, heads_k, 1), spec, num_ctas)
+    assert TileGrid.is_one_group((seqlen_q, heads), (seqlen_k, heads_k), spec, num_ctas) == (grid.group == heads)

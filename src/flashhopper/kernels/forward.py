@@ -198,7 +198,7 @@ class ForwardKernel:
         self, cta: Cta, operands: Operands, output: Output, index: Int32, softmax_scale_log2: Float32, scales: tuple
     ) -> Consumer:
         """The consumer warpgroup ``index``."""
-        softmax = make_softmax(self.spec.config.softmax, self.spec.dtype, softmax_scale_log2)
+        softmax = make_softmax(self.spec.config, self.spec.dtype, softmax_scale_log2)
         return Consumer(cta, operands, softmax, output, index)
 
 

@@ -1,11 +1,14 @@
 """Inline PTX and thin wrappers over single instructions, each with its section of the PTX ISA."""
 
+import struct
 from typing import Any
 
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float8E5M2, Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
+
+EXP2_CUBIC = (0.69328292, 0.24221063, 0.05500869)  # 2**f - 1 in powers of f from the first, |f| <= 0.5
 
 
 def named_barrier_wait(barrier_id: Int32 | int, num_threads: int) -> None:
@@ -39,8 +42,8 @@ def bulk_store_wait() -> None:
 
 
 def atomic_increment(address: cute.Pointer) -> Int32:
-    """Fetch and add 1, relaxed at GPU scope (PTX ISA 9.7.13.5, atom.relaxed.gpu.add)."""
-    return cute.arch.atomic_add(address, Int32(1), sem="relaxed", scope="gpu")
+    """By lane 0: fetch and add 1, relaxed at GPU scope (PTX ISA 9.7.13.5, atom.relaxed.gpu.inc)."""
+    return _increment_below_not_lane(Int64(address.toint()))
 
 
 def atomic_increment_acq_rel(address: cute.Pointer) -> Int32:
@@ -112,6 +115,23 @@ def bits_float(bits: Int32, *, loc: Any = None, ip: Any = None) -> Float32:
     return Float32(_asm(T.f32(), [Int32(bits).ir_value(loc=loc, ip=ip)], "mov.b32 $0, $1;", "=f,r", False, loc, ip))
 
 
+@dsl_user_op
+def exp2_polynomial(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """2**x on the FMA units, with a relative error of 1e-4 (PTX ISA 9.7.3, floating-point instructions).
+
+    Adding 0x1.8p23 rounds x to an integer, which becomes an exponent, and a cubic (minimax, with 1 at 0) covers the
+    rest, -0.5 to 0.5. Below -126 it is 2**-126, above 127.5 Inf; NaN stays NaN.
+    """
+    text = """{ .reg .f32 x, t, n, f, p; .reg .b32 e;
+        max.NaN.f32 x, $1, 0fC2FC0000; min.NaN.f32 x, x, 0f43000000;
+        add.rn.f32 t, x, 0f4B400000; sub.rn.f32 n, t, 0f4B400000; sub.rn.f32 f, x, n;
+        fma.rn.f32 p, f, CUBIC, SQUARE; fma.rn.f32 p, p, f, LINEAR; fma.rn.f32 p, p, f, 0f3F800000;
+        mov.b32 e, t; shl.b32 e, e, 23; add.s32 e, e, 0x3F800000; mov.b32 n, e; mul.rn.f32 $0, p, n; }"""
+    for name, value in zip(("LINEAR", "SQUARE", "CUBIC"), EXP2_CUBIC, strict=True):
+        text = text.replace(name, f"0f{struct.unpack('>I', struct.pack('>f', value))[0]:08X}")
+    return Float32(_asm(T.f32(), [Float32(x).ir_value(loc=loc, ip=ip)], text, "=f,f", False, loc, ip))
+
+
 def _asm(result: Any, operands: list[Any], text: str, constraints: str, volatile: bool, loc: Any, ip: Any) -> Any:
     """One inline assembly statement; ``volatile`` keeps it where it stands."""
     return llvm.inline_asm(
@@ -169,6 +189,16 @@ def load_acquire(gmem: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
     """Read an int32 of global memory (PTX ISA 9.7.9.8, ld.acquire.gpu)."""
     operands = [Int64(gmem).ir_value(loc=loc, ip=ip)]
     return Int32(_asm(T.i32(), operands, "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l,~{memory}", True, loc, ip))
+
+
+@dsl_user_op
+def _increment_below_not_lane(gmem: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Of an add ptxas makes one atomic for all lanes that are there and a shuffle, which waits for the answer on the
+    spot. An increment with a limit that differs between lanes, in lane 0 the largest, it leaves as it is."""
+    operands = [Int64(gmem).ir_value(loc=loc, ip=ip)]
+    increment = "atom.relaxed.gpu.global.inc.u32 $0, [$1], limit;"
+    text = f"{{ .reg .u32 limit; mov.u32 limit, %laneid; not.b32 limit, limit; {increment} }}"
+    return Int32(_asm(T.i32(), operands, text, "=r,l,~{memory}", True, loc, ip))
 
 
 @dsl_user_op

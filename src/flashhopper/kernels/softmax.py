@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from flashhopper.config import Dtype, Softmax
+from flashhopper.config import Dtype, ForwardConfig
 from flashhopper.kernels import ptx
 from flashhopper.kernels.mask import ROWS_PER_THREAD, KeyMask
 
@@ -114,16 +114,33 @@ class LazySoftmax(ExactSoftmax):
 
     is_lazy = True
 
+    def __init__(self, softmax_scale_log2: Float32, max_reference: float, exp2_on_fma: int = 0):
+        """``exp2_on_fma``: of each 8 exponentials, so many as a polynomial."""
+        super().__init__(softmax_scale_log2, max_reference)
+        self.exp2_on_fma = exp2_on_fma
+
     @cute.jit
     def unmasked_step(self, rows_S: cute.Tensor):
         moves = ptx.vote_any(cute.arch.fmax(self.row_sum[0], self.row_sum[1]) > MOVE_ABOVE)
         if moves:
             self.move_reference()
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            p = cute.math.exp2(rows_S[r, None].load() * self.scale - self.row_max[r], fastmath=True)
+            p = self.exp2(rows_S[r, None].load() * self.scale - self.row_max[r])
             self.row_sum[r] = self.row_sum[r] + p.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
             rows_S[r, None].store(p)
         return moves
+
+    def exp2(self, x: cute.TensorSSA) -> cute.TensorSSA:
+        """Of a row's scores, in base 2 and relative to its reference."""
+        if self.exp2_on_fma == 0:
+            return cute.math.exp2(x, fastmath=True)
+        values = cute.make_rmem_tensor(x.shape, Float32)
+        values.store(x)
+        for i in range(cute.size(values)):
+            # Spread evenly: 0 of 8, then every multiple of 8 / exp2_on_fma.
+            on_fma = i * self.exp2_on_fma % 8 < self.exp2_on_fma
+            values[i] = ptx.exp2_polynomial(values[i]) if on_fma else cute.math.exp2(values[i], fastmath=True)
+        return values.load()
 
     @cute.jit
     def move_reference(self):
@@ -139,6 +156,8 @@ class LazySoftmax(ExactSoftmax):
             self.row_max[r] = new_max
 
 
-def make_softmax(policy: Softmax, dtype: Dtype, softmax_scale_log2: Float32) -> ExactSoftmax:
-    """The softmax policy that ``ForwardConfig.softmax`` names."""
-    return {"exact": ExactSoftmax, "lazy": LazySoftmax}[policy](softmax_scale_log2, MAX_REFERENCE[dtype])
+def make_softmax(config: ForwardConfig, dtype: Dtype, softmax_scale_log2: Float32) -> ExactSoftmax:
+    """The softmax policy that ``config.softmax`` names."""
+    if config.softmax == "lazy":
+        return LazySoftmax(softmax_scale_log2, MAX_REFERENCE[dtype], config.exp2_on_fma)
+    return ExactSoftmax(softmax_scale_log2, MAX_REFERENCE[dtype])

@@ -12,6 +12,7 @@ from flashhopper.kernels.values import DynamicValues, ceil_div, maximum, minimum
 
 NO_TILE = -1  # also the m_block that tells the consumers to stop
 PAUSE = -2  # an m_block: whether anything follows depends on the verdict on the item at hand
+MANY_HEADS, MANY_KEYS = 2**12, 2**18  # their product has 32 bits, and L2 holds fewer keys
 L2_KV_BYTES = 32 << 20  # K and V of the heads worked on at a time: half of the H200's 60 MB of L2, the rest is Q, O
 
 
@@ -43,13 +44,22 @@ class TileGrid(NamedTuple):
         seqlen_q, num_heads, batch = shape_q
         seqlen_k, num_heads_k, _ = shape_k
         num_m_blocks, total = ceil_div(seqlen_q, config.tile_m), num_heads * batch
-        kv_row_bytes = ELEMENT_BYTES[spec.dtype] * (spec.head_dim + spec.head_dim_v)
         heads_in_waves = ceil_div(config.group_waves * num_ctas, num_m_blocks)
-        kv_heads_in_l2 = maximum(L2_KV_BYTES // kv_row_bytes // seqlen_k, 1)
+        kv_heads_in_l2 = maximum(_kv_rows_in_l2(spec) // seqlen_k, 1)
         # Short keys fit by the hundred thousand; cut to what is used before the product can pass 32 bits.
         heads_in_l2 = minimum(kv_heads_in_l2, heads_in_waves) * (num_heads // num_heads_k)
         group = minimum(minimum(heads_in_l2, heads_in_waves), total)
         return cls(num_m_blocks, num_heads, total, group, spec.causal)
+
+    @staticmethod
+    def is_one_group(shape_q: tuple[Any, Any], shape_k: tuple[Any, Any], spec: KernelSpec, num_ctas: Any) -> Any:
+        """Whether :meth:`create` puts all heads of one batch entry into one group, for up to MANY_HEADS key heads, but
+        found without a division: each takes the producer a tenth of a microsecond. Shapes are (seqlen, heads)."""
+        (seqlen_q, num_heads), (seqlen_k, num_heads_k) = shape_q, shape_k
+        num_m_blocks = ceil_div(seqlen_q, spec.config.tile_m)
+        in_waves = (num_heads - 1) * num_m_blocks < spec.config.group_waves * num_ctas
+        num_rows = minimum(num_heads_k, MANY_HEADS) * minimum(seqlen_k, MANY_KEYS)
+        return in_waves & ((num_heads_k == 1) | (num_rows <= _kv_rows_in_l2(spec)))
 
     @property
     def num_tiles(self) -> Any:
@@ -69,6 +79,10 @@ class TileGrid(NamedTuple):
         return TileCoord(m_block, head_index - batch * self.num_heads, batch)
 
 
+def _kv_rows_in_l2(spec: KernelSpec) -> int:
+    return L2_KV_BYTES // (ELEMENT_BYTES[spec.dtype] * (spec.head_dim + spec.head_dim_v))
+
+
 class RaggedGrid:
     """Order of the tiles of a ragged batch: sequence after sequence, within each as :class:`TileGrid` has it."""
 
@@ -82,10 +96,17 @@ class RaggedGrid:
         """Coordinates of a tile, with the batch index of its sequence, and that sequence's queries and keys."""
         sequence = self.table.find(tile, lane)
         num_heads, num_heads_k = self.heads
-        extents_q = (sequence.rows.length, num_heads, 1)
-        extents_k = (maximum(sequence.others.length, 1), num_heads_k, 1)
-        grid = TileGrid.create(extents_q, extents_k, self.spec, self.num_ctas)
-        m_block, head, _ = grid.coord(tile - sequence.first_tile)
+        extents_q = (sequence.rows.length, num_heads)
+        extents_k = (maximum(sequence.others.length, 1), num_heads_k)
+        within, m_block, head = tile - sequence.first_tile, Int32(0), Int32(0)
+        if TileGrid.is_one_group(extents_q, extents_k, self.spec, self.num_ctas):
+            m_block = within // num_heads
+            head = within - m_block * num_heads
+            if const_expr(self.spec.causal):
+                m_block = ceil_div(sequence.rows.length, self.spec.config.tile_m) - 1 - m_block
+        else:
+            grid = TileGrid.create((*extents_q, 1), (*extents_k, 1), self.spec, self.num_ctas)
+            m_block, head, _ = grid.coord(within)
         return TileCoord(m_block, head, sequence.batch), sequence.rows, sequence.others
 
 
