@@ -174,11 +174,13 @@ def test_nothing_to_quantise(shape: tuple[int, ...], batch: int, calls: Calls) -
     assert calls == []
 
 
-@pytest.mark.parametrize("centered, blocks", [(True, 32), (False, 16)])
-def test_centred_values_are_flushed_less_often(calls: Calls, centered: bool, blocks: int) -> None:
-    x = torch.randn(1, 200, 2, 256).to(BF16)
+@pytest.mark.parametrize("centered, keys", [(True, 2048), (False, 1024)])
+@pytest.mark.parametrize("head_dim", [64, 192, 256])
+def test_centred_values_are_flushed_less_often(calls: Calls, head_dim: int, centered: bool, keys: int) -> None:
+    x = torch.randn(1, 200, 2, head_dim).to(BF16)
     launched(quantize_fp8(x, x, x, center_v=centered), AttentionOptions())
-    assert calls[-1][0].config.flush_blocks == blocks
+    config = calls[-1][0].config
+    assert config.flush_blocks * config.tile_n == keys
 
 
 def test_raw_values_are_taken_as_not_centred(calls: Calls) -> None:
