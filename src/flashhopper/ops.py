@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from flashhopper import launch, launch_backward, sharding, torch_library
-from flashhopper.launch import Plan
 from flashhopper.launch_backward import Saved
 from flashhopper.mod_call import Mods
+from flashhopper.plan import Plan
 from flashhopper.plan_key import PLAIN_TENSORS
 from flashhopper.problem import AttentionOptions, RaggedTensors, SoftmaxTensors
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from flashhopper import flash_attn_func, launch_backward, ops
-from flashhopper.launch import Plan
+from flashhopper.plan import Plan
 from flashhopper.problem import AttentionOptions, SoftmaxTensors
 from flashhopper.reference import attention
 

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from ragged import I32, Batch, Side
 from row_by_row import F64, row_by_row
 
-from flashhopper import flash_attn_func, flash_attn_varlen_func, flash_attn_varlen_qkvpacked_func, launch, ops
+from flashhopper import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_qkvpacked_func,
+    launch,
+    launch_schedule,
+    ops,
+)
 from flashhopper import launch_backward as backward_module
 from flashhopper.config import (
     AnySpec,
@@ -28,6 +35,8 @@ from flashhopper.device import hopper_multiprocessors
 from flashhopper.kernels import block_range
 from flashhopper.kernels import ragged as ragged_kernels
 from flashhopper.kernels.backward_grid import ROW_PADDING, padded_row
+from flashhopper.launch_schedule import MAX_TILES, Schedule
+from flashhopper.plan import Plan
 from flashhopper.problem import (
     AttentionOptions,
     AttentionProblem,
@@ -320,7 +329,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[AnySpec]:
     specs: list[AnySpec] = []
     card = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    for module in (launch, backward_module):
+    for module in (launch, launch_schedule, backward_module):
         monkeypatch.setattr(module, "get_kernel", specs.append)
     hopper_multiprocessors.cache_clear()
     return specs
@@ -395,10 +404,10 @@ def test_a_schedule_has_room_for_every_batch(asked: list[AnySpec]) -> None:
     problem, _ = ragged_on_card()
     assert problem.ragged is not None
     # 2 sequences and what they leave unused: each may have a tile that is not full.
-    schedule = launch.Schedule(problem.ragged, by_keys=False, tile_rows=128, heads=3)
+    schedule = Schedule(problem.ragged, by_keys=False, tile_rows=128, heads=3)
     assert schedule.max_tiles(1000, 2) == (1000 // 128 + 4) * 3
     assert schedule.max_tiles(1300, 5) == (1300 // 128 + 10) * 3
-    schedule = launch.Schedule(problem.ragged, by_keys=True, tile_rows=1, heads=2**22)
+    schedule = Schedule(problem.ragged, by_keys=True, tile_rows=1, heads=2**22)
     with pytest.raises(ValueError, match="1000 rows in 2 sequences are more than 2147418112 tiles"):
         schedule.max_tiles(1000, 2)
 
@@ -406,10 +415,10 @@ def test_a_schedule_has_room_for_every_batch(asked: list[AnySpec]) -> None:
 def test_a_schedule_is_refused_from_one_tile_over_the_limit(asked: list[AnySpec]) -> None:
     problem, ragged = ragged_on_card()
     assert problem.ragged is not None
-    rows = launch.MAX_TILES - 4  # 2 sequences and what they leave unused have 4 more
-    schedule = launch.Schedule(problem.ragged, by_keys=False, tile_rows=1, heads=1)
-    assert schedule.max_tiles(rows, 2) == launch.MAX_TILES < 2**31
-    with pytest.raises(ValueError, match=f"{rows + 1} rows in 2 sequences are more than {launch.MAX_TILES} tiles"):
+    rows = MAX_TILES - 4  # 2 sequences and what they leave unused have 4 more
+    schedule = Schedule(problem.ragged, by_keys=False, tile_rows=1, heads=1)
+    assert schedule.max_tiles(rows, 2) == MAX_TILES < 2**31
+    with pytest.raises(ValueError, match=f"{rows + 1} rows in 2 sequences are more than {MAX_TILES} tiles"):
         schedule(ragged, rows + 1)
 
 
@@ -417,10 +426,10 @@ def test_a_schedule_is_refused_from_one_tile_over_the_limit(asked: list[AnySpec]
 def test_what_the_schedule_kernel_is_given(monkeypatch: pytest.MonkeyPatch, by_keys: bool) -> None:
     """The side that is cut into tiles first, and room for 2 records a sequence."""
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(launch, "get_kernel", lambda spec: lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(launch_schedule, "get_kernel", lambda spec: lambda *arguments: calls.append(arguments))
     problem, ragged = ragged_on_card()
     assert problem.ragged is not None
-    schedule = launch.Schedule(problem.ragged, by_keys=by_keys, tile_rows=64, heads=3)
+    schedule = Schedule(problem.ragged, by_keys=by_keys, tile_rows=64, heads=3)
     records, first_tiles = schedule(ragged, 9)
     q, k = (ragged.cu_seqlens_q, ragged.seqused_q), (ragged.cu_seqlens_k, ragged.seqused_k)
     (cu_rows, used_rows), (cu_others, used_others) = (k, q) if by_keys else (q, k)
@@ -451,11 +460,11 @@ def test_workspaces_give_each_sequence_whole_blocks(sequences: list[tuple[int, i
 
 def test_launchers_and_kernels_have_the_same_constants() -> None:
     assert launch.UNBOUNDED == block_range.UNBOUNDED
-    assert launch.RECORD_WORDS == ragged_kernels.RECORD_WORDS
+    assert launch_schedule.RECORD_WORDS == ragged_kernels.RECORD_WORDS
     assert backward_module.ROW_PADDING == ROW_PADDING
 
 
-class ReferencePlan(launch.Plan):
+class ReferencePlan(Plan):
     def __init__(self) -> None:
         self.options = AttentionOptions(causal=True)
 
