@@ -10,11 +10,11 @@ import torch
 
 from flashhopper import launch_fp8, reference, reference_fp8, reference_fp8_varlen, reference_varlen
 from flashhopper.config import KEYS_PER_SCALE, QUERIES_PER_SCALE, ScaleKind
+from flashhopper.options import AttentionOptions
 from flashhopper.problem import (
     DTYPES,
     MAX_EXTENT,
     MAX_HEAD_DIM,
-    AttentionOptions,
     AttentionProblem,
     RaggedFacts,
     RaggedTensors,

@@ -15,16 +15,10 @@ from flashhopper.device import hopper_multiprocessors
 from flashhopper.heuristics import features_of, select_spec
 from flashhopper.launch_schedule import MAX_TILES, Schedule
 from flashhopper.mod_call import Mods
+from flashhopper.options import AttentionOptions
 from flashhopper.plan import EmptyPlan, ForwardResult, Plan, ReferencePlan
 from flashhopper.plan_key import PLAIN_TENSORS, Key, call_key, remember
-from flashhopper.problem import (
-    NO_SOFTMAX_TENSORS,
-    AttentionOptions,
-    AttentionProblem,
-    RaggedTensors,
-    SoftmaxTensors,
-    TensorFacts,
-)
+from flashhopper.problem import NO_SOFTMAX_TENSORS, AttentionProblem, RaggedTensors, SoftmaxTensors, TensorFacts
 from flashhopper.programs import Program
 from flashhopper.tma_view import TMA_ALIGNMENT, TmaView, aligned
 

@@ -12,14 +12,8 @@ import torch
 from flashhopper import fp8, torch_library
 from flashhopper.config import ScaleKind
 from flashhopper.fp8 import Accumulate, Descales, Fp8Recipe, Fp8Tensor, Lengths, Role
-from flashhopper.problem import (
-    AttentionOptions,
-    AttentionProblem,
-    RaggedFacts,
-    RaggedTensors,
-    SoftmaxTensors,
-    check_options,
-)
+from flashhopper.options import AttentionOptions, check_options
+from flashhopper.problem import AttentionProblem, RaggedFacts, RaggedTensors, SoftmaxTensors
 from flashhopper.reference_fp8 import VALUE_KEYS, WHOLE_SEQUENCE
 from flashhopper.reference_fp8_varlen import Sequences, num_blocks
 from flashhopper.torch_library import OPTIONS_SCHEMA, RAGGED_SCHEMA, SOFTMAX_SCHEMA, TAGS, Call

@@ -15,7 +15,8 @@ from flashhopper import launch, launch_fp8, launch_schedule, quantize_fp8
 from flashhopper.config import Features, KernelSpec, QuantizeRowsSpec, QuantizeValuesSpec, ScheduleSpec, ValueScalesSpec
 from flashhopper.fp8 import Descales, checked_inputs
 from flashhopper.kernels.features import FeatureArgs
-from flashhopper.problem import AttentionOptions, RaggedTensors, SoftmaxTensors
+from flashhopper.options import AttentionOptions
+from flashhopper.problem import RaggedTensors, SoftmaxTensors
 from flashhopper.reference_fp8 import E4M3, E5M2
 from flashhopper.reference_fp8_varlen import Sequences
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from flashhopper import launch, launch_backward, launch_schedule
 from flashhopper.device import hopper_multiprocessors
+from flashhopper.options import AttentionOptions
 from flashhopper.plan import EmptyPlan
 from flashhopper.plan_key import Key, call_key
 from flashhopper.problem import (
     MAX_EXTENT,
     MAX_WINDOW_ROWS,
-    AttentionOptions,
     AttentionProblem,
     RaggedFacts,
     RaggedTensors,

@@ -36,15 +36,9 @@ from flashhopper.kernels import block_range
 from flashhopper.kernels import ragged as ragged_kernels
 from flashhopper.kernels.backward_grid import ROW_PADDING, padded_row
 from flashhopper.launch_schedule import MAX_TILES, Schedule
+from flashhopper.options import AttentionOptions
 from flashhopper.plan import Plan
-from flashhopper.problem import (
-    AttentionOptions,
-    AttentionProblem,
-    RaggedFacts,
-    RaggedTensors,
-    SoftmaxTensors,
-    TensorFacts,
-)
+from flashhopper.problem import AttentionProblem, RaggedFacts, RaggedTensors, SoftmaxTensors, TensorFacts
 from flashhopper.reference_varlen import attention
 
 Tensors = tuple[torch.Tensor, ...]
