@@ -21,7 +21,8 @@ from flashhopper import (
     quantize_fp8,
     torch_library_fp8,
 )
-from flashhopper.fp8 import Descales, Fp8Recipe
+from flashhopper.fp8 import Descales
+from flashhopper.fp8_tensor import Fp8Recipe
 from flashhopper.kernels import ragged as ragged_kernels
 from flashhopper.options import AttentionOptions
 from flashhopper.problem import RaggedTensors, SoftmaxTensors
