@@ -18,10 +18,10 @@ from flashhopper.bench import BenchError, findings
 from flashhopper.bench.configs import DEFAULT, AnyConfig
 from flashhopper.bench.findings import Finding, LengthClass, Standing, length_classes
 from flashhopper.bench.grid import Cell
-from flashhopper.bench.passes import FORWARD
+from flashhopper.bench.passes import BACKWARD, FORWARD
 from flashhopper.bench.table_rows import AnyRow, replace_rows, row_source, unused_names
 from flashhopper.bench.variants import Ratio, rows_of
-from flashhopper.heuristics import TILE_TABLE
+from flashhopper.heuristics import BACKWARD_TABLE, TILE_TABLE, BackwardRow
 
 SOURCE = inspect.getsource(heuristics)
 
@@ -88,6 +88,24 @@ def test_a_row_that_nothing_beats_stays() -> None:
     assert finding.standings[0].name != DEFAULT
     assert finding.row("NVIDIA H200") is None
     assert finding.hints() == []
+
+
+def test_a_row_of_the_backward_can_be_split_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As hints say; no row of the table is."""
+    cells = [Cell.of("bfloat16", 128, True, s) for s in (512, 1024)]
+    (one,) = length_classes(cells, BACKWARD)
+    (hint,) = made_up_finding(one, {DEFAULT: [1.0, 1.0], next(reversed(one.configs)): [2.0, 0.2]}).hints()
+    assert hint.startswith("at 512 queries default is faster")
+    assert isinstance(one.row, BackwardRow)
+    short = one.row._replace(max_seqlen_q=512)
+    assert eval(row_source(short), vars(heuristics)) == short
+    table = (*BACKWARD_TABLE[: one.number], short, *BACKWARD_TABLE[one.number :])
+    for module in (heuristics, findings):
+        monkeypatch.setattr(module, "BACKWARD_TABLE", table)
+    assert [(str(part), part.row is short, part.cells) for part in length_classes(cells, BACKWARD)] == [
+        ("BACKWARD_TABLE d128 causal, queries up to 512", True, (cells[0],)),
+        ("BACKWARD_TABLE d128 causal", False, (cells[1],)),
+    ]
 
 
 @settings(deadline=None)
