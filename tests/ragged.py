@@ -11,6 +11,10 @@ import torch
 I32 = torch.int32
 
 
+def cu(*values: int, dtype: torch.dtype = I32, device: str = "cpu") -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
 class Side(NamedTuple):
     """Lengths of the sequences on one side, how many rows of each count, and rows after the last one."""
 

@@ -10,7 +10,7 @@ from flashhopper.api import (
     flash_attn_varlen_qkvpacked_func,
     quantize_fp8,
 )
-from flashhopper.fp8 import Fp8Tensor
+from flashhopper.fp8_tensor import Fp8Tensor
 
 __all__ = [
     "Fp8Tensor",

@@ -8,17 +8,11 @@ import torch
 
 from flashhopper import fp8, ops, ops_fp8
 from flashhopper.config import ScaleKind
-from flashhopper.fp8 import NO_DESCALES, Accumulate, Descales, Fp8QKV, Fp8Recipe, Fp8Tensor, Lengths
+from flashhopper.fp8 import NO_DESCALES, Accumulate, Descales
+from flashhopper.fp8_tensor import Fp8QKV, Fp8Recipe, Fp8Tensor, Lengths
 from flashhopper.mods import MaskMod, ScoreMod
-from flashhopper.problem import (
-    NO_SOFTMAX_TENSORS,
-    AttentionOptions,
-    RaggedTensors,
-    SoftmaxTensors,
-    refuse_mods,
-    refuse_tensors,
-    split_qkv,
-)
+from flashhopper.options import AttentionOptions, refuse_mods, refuse_tensors
+from flashhopper.problem import NO_SOFTMAX_TENSORS, RaggedTensors, SoftmaxTensors, split_qkv
 from flashhopper.torch_library_fp8 import FromSixteenBits
 
 

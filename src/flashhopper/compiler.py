@@ -30,16 +30,24 @@ from flashhopper.toolchain import COMPILE_OPTIONS, Toolchain, current_toolchain
 
 logger = logging.getLogger("flashhopper")
 
+PACKAGE = Path(__file__).parent
+
 # The DSL keeps the state of a compilation in globals: a second thread in it fails. One lock, and it also sees to it
 # that a spec is compiled once.
 compile_lock = threading.RLock()
 
 
-def source_digest(package: Path = Path(__file__).parent) -> str:
-    """A digest of every source that decides what a spec compiles to."""
+def kernel_sources(package: Path = PACKAGE) -> list[Path]:
+    """Every source that decides what a spec compiles to: two folders, the files beside them that they import, and how a
+    kernel is written to a file."""
+    folders = [path for name in ("config", "kernels") for path in sorted((package / name).rglob("*.py"))]
+    return folders + [package / f"{name}.py" for name in ("kernel_binary", "programs", "slopes")]
+
+
+def source_digest(package: Path = PACKAGE) -> str:
+    """A digest of the names and contents of :func:`kernel_sources`."""
     digest = hashlib.sha256()
-    single = [package / f"{name}.py" for name in ("config", "kernel_binary", "programs", "slopes")]
-    for path in single + sorted((package / "kernels").rglob("*.py")):
+    for path in kernel_sources(package):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(package).as_posix()}:{len(content)}\n".encode() + content)
     return digest.hexdigest()

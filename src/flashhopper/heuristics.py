@@ -119,7 +119,10 @@ TILE_TABLE: tuple[TileRow, ...] = (
 
 class BackwardRow(NamedTuple):
     """Serves head dims up to ``head_dim`` and ``head_dim_v`` and, if it is set, query sequences up to
-    ``max_seqlen_q``, with a causal mask if ``causal`` is True, without if False, either way if None."""
+    ``max_seqlen_q``, with a causal mask if ``causal`` is True, without if False, either way if None.
+
+    No row is split by length now, but ``flashhopper tune`` says where that may pay.
+    """
 
     head_dim: int
     head_dim_v: int

@@ -9,32 +9,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashhopper import reference, reference_varlen
 from flashhopper.compiler import get_kernel
-from flashhopper.config import PLAIN, ForwardConfig, ScheduleSpec
+from flashhopper.config import PLAIN, ForwardConfig
 from flashhopper.device import hopper_multiprocessors
 from flashhopper.heuristics import features_of, select_spec
+from flashhopper.launch_schedule import MAX_TILES, Schedule
 from flashhopper.mod_call import Mods
+from flashhopper.options import AttentionOptions
+from flashhopper.plan import EmptyPlan, ForwardResult, Plan, ReferencePlan
 from flashhopper.plan_key import PLAIN_TENSORS, Key, call_key, remember
-from flashhopper.problem import (
-    NO_SOFTMAX_TENSORS,
-    AttentionOptions,
-    AttentionProblem,
-    RaggedFacts,
-    RaggedTensors,
-    SoftmaxTensors,
-    TensorFacts,
-)
+from flashhopper.problem import NO_SOFTMAX_TENSORS, AttentionProblem, RaggedTensors, SoftmaxTensors, TensorFacts
 from flashhopper.programs import Program
 from flashhopper.tma_view import TMA_ALIGNMENT, TmaView, aligned
 
 LOG2_E = 1.4426950408889634
 # A scale of 0 would turn a masked score's -inf into NaN. This one gives every score below 1e23 a weight of 1 as well.
 SMALLEST_SCALE = 1e-30
-UNBOUNDED, RECORD_WORDS = 2**30, 8  # as kernels/block_range.py and kernels/ragged.py have them; those load cutlass
-MAX_TILES = 2**31 - 2**16  # tile numbers are 32-bit, and each CTA may claim a few past the end
-
-ForwardResult = tuple[torch.Tensor, torch.Tensor]
+UNBOUNDED = 2**30  # as kernels/block_range.py has it; that loads cutlass
 
 
 def forward(
@@ -136,7 +127,7 @@ def given(problem: AttentionProblem, tensors: SoftmaxTensors, mods: Mods | None 
 def make_plan(problem: AttentionProblem, has: Given | None = None, config: ForwardConfig | None = None) -> Plan:
     """For a validated problem. Of a ragged one it serves all lengths with the same :func:`call_key`."""
     if problem.device.type == "cpu":
-        return _ReferencePlan(problem)
+        return ReferencePlan(problem)
     num_sms = hopper_multiprocessors(problem.device)
     if problem.options.sm_margin >= num_sms:
         raise ValueError(
@@ -144,84 +135,12 @@ def make_plan(problem: AttentionProblem, has: Given | None = None, config: Forwa
         )
     has_keys = problem.rows_k > 0 or (problem.ragged is not None and has is not None and has.sink)
     if problem.batch == 0 or problem.rows_q == 0 or not has_keys:
-        return _EmptyPlan(problem)
+        return EmptyPlan(problem)
     kind = _DensePlan if problem.ragged is None else _RaggedPlan
     return kind(problem, num_sms, config, has)
 
 
 _configured_plan = lru_cache(maxsize=256)(make_plan)
-
-
-class Plan:
-    """What does not change between two calls that are alike."""
-
-    is_differentiable = False
-    """By autograd alone."""
-
-    def __init__(self, problem: AttentionProblem):
-        self.options = problem.options
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        softmax_tensors: SoftmaxTensors = NO_SOFTMAX_TENSORS,
-        ragged: RaggedTensors | None = None,
-        mods: Mods | None = None,
-    ) -> ForwardResult:
-        raise NotImplementedError
-
-
-class _ReferencePlan(Plan):
-    """CPU tensors: the same semantics in plain PyTorch, differentiable."""
-
-    is_differentiable = True
-
-    def __init__(self, problem: AttentionProblem):
-        super().__init__(problem)
-        options = problem.options
-        self.arguments: dict[str, Any] = {
-            "softmax_scale": problem.softmax_scale,
-            "causal": options.causal,
-            "window_size": options.window_size,
-            "attention_chunk": options.attention_chunk,
-            "softcap": float(options.softcap),
-        }
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        softmax_tensors: SoftmaxTensors = NO_SOFTMAX_TENSORS,
-        ragged: RaggedTensors | None = None,
-        mods: Mods | None = None,
-    ) -> ForwardResult:
-        arguments = self.arguments | softmax_tensors._asdict() | {"mods": mods}
-        if ragged is None:
-            return reference.attention(q, k, v, **arguments)
-        return reference_varlen.attention(q, k, v, ragged, **arguments)
-
-
-class _EmptyPlan(Plan):
-    """No query or no key: out is 0 and LSE that of no key wherever there is a row at all."""
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        softmax_tensors: SoftmaxTensors = NO_SOFTMAX_TENSORS,
-        ragged: RaggedTensors | None = None,
-        mods: Mods | None = None,
-    ) -> ForwardResult:
-        *batch, rows, heads, _ = q.shape
-        out = q.new_zeros((*batch, rows, heads, v.shape[-1]))
-        lse = q.new_full((*batch, heads, rows), -torch.inf, dtype=torch.float32)
-        if softmax_tensors.learnable_sink is not None and ragged is None:
-            lse.copy_(softmax_tensors.learnable_sink.detach()[:, None].expand(lse.shape))
-        return out, lse
 
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
@@ -288,35 +207,6 @@ def kernel_window(problem: AttentionProblem) -> tuple[int, int, int] | None:
 def with_batch(facts: TensorFacts) -> TensorFacts:
     """The facts of ``tensor.unsqueeze(0)``: kernels take packed sequences as a batch of 1."""
     return facts._replace(shape=(1, *facts.shape), stride=(facts.shape[0] * facts.stride[0], *facts.stride))
-
-
-class Schedule:
-    """Launches the schedule kernel for one side of a ragged batch, which is cut into tiles of ``tile_rows`` rows."""
-
-    def __init__(self, ragged: RaggedFacts, *, by_keys: bool, tile_rows: int, heads: int):
-        self.by_keys, self.tile_rows, self.heads = by_keys, tile_rows, heads
-        used_q, used_k = ragged.seqused_q is not None, ragged.seqused_k is not None
-        self.kernel = get_kernel(ScheduleSpec(used_k, used_q) if by_keys else ScheduleSpec(used_q, used_k))
-
-    def max_tiles(self, total_rows: int, batch: int) -> int:
-        """ValueError if there may be too many."""
-        tiles = (total_rows // self.tile_rows + 2 * batch) * self.heads
-        if tiles > MAX_TILES:
-            raise ValueError(f"{total_rows} rows in {batch} sequences are more than {MAX_TILES} tiles")
-        return tiles
-
-    def __call__(self, ragged: RaggedTensors, total_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Records and first tiles of the sequences, see ``kernels/ragged.py``."""
-        rows, others = (ragged.cu_seqlens_q, ragged.seqused_q), (ragged.cu_seqlens_k, ragged.seqused_k)
-        if self.by_keys:
-            rows, others = others, rows
-        batch, device = rows[0].shape[0] - 1, rows[0].device
-        self.max_tiles(total_rows, batch)
-        records = torch.empty_strided((2 * batch * RECORD_WORDS,), (1,), dtype=torch.int32, device=device)
-        first_tiles = torch.empty_strided((2 * batch + 1,), (1,), dtype=torch.int32, device=device)
-        sizes = total_rows, self.tile_rows, self.heads
-        self.kernel(rows[0], others[0], rows[1], others[1], records, first_tiles, *sizes)
-        return records, first_tiles
 
 
 class _KernelPlan(Plan):

@@ -18,23 +18,13 @@ from flashhopper.config import (
 )
 from flashhopper.device import hopper_multiprocessors
 from flashhopper.heuristics import features_of, select_backward_spec
-from flashhopper.launch import (
-    MAX_TILES,
-    Given,
-    KernelScales,
-    Layout,
-    Schedule,
-    compact,
-    given,
-    kernel_tensors,
-    kernel_window,
-    with_batch,
-)
+from flashhopper.launch import Given, KernelScales, Layout, compact, given, kernel_tensors, kernel_window, with_batch
+from flashhopper.launch_schedule import MAX_TILES, Schedule
 from flashhopper.mod_call import Mods
+from flashhopper.options import AttentionOptions
 from flashhopper.plan_key import Key, call_key, remember
 from flashhopper.problem import (
     NO_SOFTMAX_TENSORS,
-    AttentionOptions,
     AttentionProblem,
     RaggedFacts,
     RaggedTensors,

@@ -21,15 +21,9 @@ from flashhopper.config import (
 )
 from flashhopper.device import hopper_multiprocessors
 from flashhopper.heuristics import select_fp8_spec
-from flashhopper.launch import (
-    LOG2_E,
-    MAX_TILES,
-    SMALLEST_SCALE,
-    ForwardResult,
-    Schedule,
-    kernel_window,
-    scheduler_workspace,
-)
+from flashhopper.launch import LOG2_E, SMALLEST_SCALE, kernel_window, scheduler_workspace
+from flashhopper.launch_schedule import MAX_TILES, Schedule
+from flashhopper.plan import ForwardResult
 from flashhopper.problem import DTYPES, AttentionProblem, RaggedTensors, TensorFacts
 from flashhopper.reference_fp8 import E4M3, FP8_DTYPES, STATISTICS_KEYS, VALUE_KEYS, Operands
 from flashhopper.reference_fp8_varlen import Sequences, num_blocks

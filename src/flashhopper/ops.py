@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from flashhopper import launch, launch_backward, sharding, torch_library
-from flashhopper.launch import Plan
 from flashhopper.launch_backward import Saved
 from flashhopper.mod_call import Mods
+from flashhopper.options import AttentionOptions
+from flashhopper.plan import Plan
 from flashhopper.plan_key import PLAIN_TENSORS
-from flashhopper.problem import AttentionOptions, RaggedTensors, SoftmaxTensors
+from flashhopper.problem import RaggedTensors, SoftmaxTensors
 
 _NUM_LENGTHS = len(RaggedTensors._fields) - 2
 

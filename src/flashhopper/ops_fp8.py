@@ -7,9 +7,11 @@ from typing import Any
 import torch
 
 from flashhopper import fp8, ops, torch_library_fp8
-from flashhopper.fp8 import Accumulate, Descales, Fp8QKV, Fp8Recipe, Fp8Tensor, Lengths
+from flashhopper.fp8 import Accumulate, Descales
+from flashhopper.fp8_tensor import Fp8QKV, Fp8Recipe, Fp8Tensor, Lengths
 from flashhopper.launch_backward import Saved
-from flashhopper.problem import AttentionOptions, RaggedTensors, SoftmaxTensors
+from flashhopper.options import AttentionOptions
+from flashhopper.problem import RaggedTensors, SoftmaxTensors
 from flashhopper.torch_library_fp8 import FromSixteenBits
 
 

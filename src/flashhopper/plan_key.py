@@ -16,16 +16,8 @@ from typing import Any, TypeVar
 import torch
 
 from flashhopper.heuristics import BACKWARD_TABLE, TILE_TABLE
-from flashhopper.problem import (
-    MAX_EXTENT,
-    MAX_WINDOW_ROWS,
-    NO_SOFTMAX_TENSORS,
-    NO_WINDOW,
-    AttentionOptions,
-    RaggedTensors,
-    SoftmaxTensors,
-    mask_of,
-)
+from flashhopper.options import NO_WINDOW, AttentionOptions, mask_of
+from flashhopper.problem import MAX_EXTENT, MAX_WINDOW_ROWS, NO_SOFTMAX_TENSORS, RaggedTensors, SoftmaxTensors
 
 PLAIN_TENSORS = {torch.Tensor, torch.nn.Parameter}
 MAX_PLANS = 4096

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from flashhopper.config import Dtype
+from flashhopper.options import AttentionOptions, Mask, check_options, mask_of
 
 MAX_HEAD_DIM = 256
-MAX_SOFTMAX_SCALE = 2.0**20  # with scores of ordinary size stays below what the kernels' exponents can hold
 MAX_EXTENT = 2**31 - 1024  # rows, up to the end of the last tile, and heads are 32-bit; offsets in elements 64-bit
 MAX_WINDOW_ROWS = 2**30 - 1024  # sums of a position and a window's sides must fit 32 bits
-NO_WINDOW = (-1, -1)
 DTYPES: dict[torch.dtype, Dtype] = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 CPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -31,20 +28,6 @@ class TensorFacts(NamedTuple):
     def of(cls, tensor: torch.Tensor) -> TensorFacts:
         # As cls(...) does it, but half a microsecond sooner; every call makes three.
         return tuple.__new__(cls, (tensor.shape, tensor.stride(), tensor.dtype, tensor.device))
-
-
-class AttentionOptions(NamedTuple):
-    """The keyword arguments of the public functions, with FA3's names and meanings."""
-
-    softmax_scale: float | None = None
-    causal: bool = False
-    window_size: tuple[int, int] = NO_WINDOW
-    attention_chunk: int = 0
-    softcap: float = 0.0
-    num_splits: int = 1
-    pack_gqa: bool | None = None
-    deterministic: bool = False
-    sm_margin: int = 0
 
 
 class RaggedTensors(NamedTuple):
@@ -130,30 +113,6 @@ class SoftmaxTensors(NamedTuple):
 
 
 NO_SOFTMAX_TENSORS = SoftmaxTensors()
-
-
-class Mask(NamedTuple):
-    """Which of the kernels' masks a call needs."""
-
-    causal: bool
-    window: tuple[int, int, int] | None
-    """Keys to the left and to the right (-1: without bound), keys per chunk (0: no chunks)."""
-
-
-def mask_of(options: AttentionOptions, seqlen_q: int, seqlen_k: int) -> Mask:
-    """What the mask options come to. A window that hides nothing is none, and one that ends at the row's own position
-    and has no other end is causal."""
-    left, right = options.window_size
-    chunk = options.attention_chunk
-    if left >= seqlen_k - 1:
-        left = -1
-    if options.causal:
-        right = 0  # at most: a causal window never looks ahead
-    elif right >= seqlen_q - 1:
-        right = -1
-    if chunk == 0 and left == -1 and right in (-1, 0):
-        return Mask(causal=right == 0, window=None)
-    return Mask(causal=False, window=(left, right, chunk))
 
 
 class AttentionProblem(NamedTuple):
@@ -365,53 +324,9 @@ class AttentionProblem(NamedTuple):
             raise NotImplementedError("alibi_slopes requires a gradient, which is not there yet; detach it")
 
 
-def check_options(options: AttentionOptions) -> None:
-    """Of :meth:`AttentionProblem.validate`, what does not depend on shapes: ``torch.compile`` traces it."""
-    scale = options.softmax_scale
-    if scale is not None:
-        if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-            raise TypeError(f"softmax_scale must be a float or None, got {type(scale).__name__}")
-        if not 0 <= scale <= MAX_SOFTMAX_SCALE:  # also false for NaN
-            raise ValueError(f"softmax_scale is {scale}; accepted are numbers from 0 to 2**20, or None")
-    for name in ("causal", "deterministic"):
-        value = getattr(options, name)
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
-    if isinstance(options.sm_margin, bool) or not isinstance(options.sm_margin, int):
-        raise TypeError(f"sm_margin must be an int, got {type(options.sm_margin).__name__}")
-    if options.sm_margin < 0:
-        raise ValueError(f"sm_margin is {options.sm_margin}; accepted is a number of SMs of at least 0")
-    for name, option in _OPTIONS.items():
-        value = getattr(options, name)
-        if not isinstance(value, option.types) or (isinstance(value, bool) and bool not in option.types):
-            names = " or ".join(t.__name__ for t in option.types)
-            raise TypeError(f"{name} must be {names}, got {type(value).__name__}")
-        if value in option.accepted:
-            continue
-        if option.check is not None:
-            option.check(value)
-            continue
-        today = " and ".join(map(repr, option.accepted))
-        raise NotImplementedError(f"{name}={value!r} is not there yet; accepted today: {today}")
-
-
 def exceeds(extent: int | torch.SymInt, limit: int = MAX_EXTENT) -> bool:
     """Never of a symbolic extent, whose range the question would narrow for good: the call itself will ask."""
     return isinstance(extent, int) and extent > limit
-
-
-def refuse_tensors(**tensors: torch.Tensor | None) -> None:
-    """NotImplementedError for a tensor argument that is not there yet and is not None."""
-    for name, value in tensors.items():
-        if value is not None:
-            raise NotImplementedError(f"{name} is not there yet; accepted today: None, got {type(value).__name__}")
-
-
-def refuse_mods(**functions: object) -> None:
-    """NotImplementedError for a function of scores with quantised tensors."""
-    for name, value in functions.items():
-        if value is not None:
-            raise NotImplementedError(f"{name} is not there yet with FP8; accepted today: None")
 
 
 def split_qkv(
@@ -441,39 +356,3 @@ def split_qkv(
         )
     q, k, v = qkv.split([num_heads_q, heads_k, heads_k], dim=at)
     return q, k, v
-
-
-def _check_window(value: tuple[Any, ...]) -> None:
-    if len(value) != 2 or not all(isinstance(side, int) and not isinstance(side, bool) for side in value):
-        raise TypeError(f"window_size must be two ints (left, right), got {value!r}")
-    if min(value) < -1:
-        raise ValueError(f"window_size is {value}; each side is -1 (without bound) or a number of keys of at least 0")
-
-
-def _check_chunk(value: int) -> None:
-    if value < 0:
-        raise ValueError(f"attention_chunk is {value}; accepted is a number of keys, or 0 for no chunks")
-
-
-def _check_softcap(value: float) -> None:
-    if not 0 <= value < math.inf:  # also false for NaN
-        raise ValueError(f"softcap is {value}; accepted are finite numbers over 0, or 0 for none")
-
-
-class _Option(NamedTuple):
-    """An option whose values are checked, or are not there yet."""
-
-    types: tuple[type, ...]
-    accepted: tuple[object, ...]
-    """The values that ask for nothing."""
-    check: Callable[[Any], None] | None = None
-    """Of other values; without it they are not there yet."""
-
-
-_OPTIONS = {
-    "window_size": _Option((tuple,), (), _check_window),
-    "attention_chunk": _Option((int,), (0,), _check_chunk),
-    "softcap": _Option((float, int), (0.0,), _check_softcap),
-    "num_splits": _Option((int,), (1,)),
-    "pack_gqa": _Option((type(None), bool), (None, False)),
-}

@@ -13,14 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from flashhopper import launch, launch_backward, reference_backward
-from flashhopper.problem import (
-    AttentionOptions,
-    AttentionProblem,
-    RaggedFacts,
-    RaggedTensors,
-    SoftmaxTensors,
-    check_options,
-)
+from flashhopper.options import AttentionOptions, check_options
+from flashhopper.problem import AttentionProblem, RaggedFacts, RaggedTensors, SoftmaxTensors
 
 SOFTMAX_SCHEMA = "Tensor? learnable_sink, Tensor? alibi_slopes"
 RAGGED_SCHEMA = (

@@ -9,17 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashhopper import fp8, torch_library
+from flashhopper import fp8, fp8_tensor, torch_library
 from flashhopper.config import ScaleKind
-from flashhopper.fp8 import Accumulate, Descales, Fp8Recipe, Fp8Tensor, Lengths, Role
-from flashhopper.problem import (
-    AttentionOptions,
-    AttentionProblem,
-    RaggedFacts,
-    RaggedTensors,
-    SoftmaxTensors,
-    check_options,
-)
+from flashhopper.fp8 import Accumulate, Descales
+from flashhopper.fp8_tensor import Fp8Recipe, Fp8Tensor, Lengths, Role
+from flashhopper.options import AttentionOptions, check_options
+from flashhopper.problem import AttentionProblem, RaggedFacts, RaggedTensors, SoftmaxTensors
 from flashhopper.reference_fp8 import VALUE_KEYS, WHOLE_SEQUENCE
 from flashhopper.reference_fp8_varlen import Sequences, num_blocks
 from flashhopper.torch_library import OPTIONS_SCHEMA, RAGGED_SCHEMA, SOFTMAX_SCHEMA, TAGS, Call
@@ -142,10 +137,10 @@ def attention(
         raise NotImplementedError("learnable_sink requires a gradient, which compiled FP8 attention lacks; detach it")
     rest = _flat_rest(softmax_tensors, ragged, options, accumulate)
     with torch.no_grad():
-        if fp8.are_quantised(q, k, v):
+        if fp8_tensor.are_quantised(q, k, v):
             descales.refuse("quantised tensors carry their scales")
-            fp8.check_roles(q, k, v)
-            fp8.check_sequences(q, k, v, ragged)
+            fp8_tensor.check_roles(q, k, v)
+            fp8_tensor.check_sequences(q, k, v, ragged)
             rows = (part for x in (q, k) for part in _flat_rows(x))
             values = v.data, v.scale, v.mean, v.source_dtype, v.shape[-3]
             out, lse = torch.ops.flashhopper.fp8_quantised_attention(*rows, *values, *rest)
@@ -208,7 +203,7 @@ class FromSixteenBits(NamedTuple):
         fp8.check_accumulate(self.accumulate)
         self.recipe.validate()
         for name, x in (("q", self.q), ("k", self.k), ("v", self.v)):
-            fp8.check_source(name, x, self.ragged is not None)
+            fp8_tensor.check_source(name, x, self.ragged is not None)
         fp8.refuse_e5m2(self.recipe.dtype, self.q.device)
         return AttentionProblem.from_tensors(self.q, self.k, self.v, self.options, self.ragged).validate()
 

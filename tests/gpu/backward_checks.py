@@ -13,7 +13,7 @@ from checks import BF16, FENCE, Result, Shape, Tensors, scale_of
 from tolerance import assert_close_on_average, assert_close_to_reference, largest_error, tolerance
 
 from flashhopper import flash_attn_func
-from flashhopper.problem import AttentionOptions
+from flashhopper.options import AttentionOptions
 from flashhopper.reference import attention, visible_keys
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -13,7 +13,7 @@ from tolerance import assert_close_to_reference, assert_lse_close
 
 from flashhopper import flash_attn_func, launch
 from flashhopper.config import ForwardConfig
-from flashhopper.problem import AttentionOptions
+from flashhopper.options import AttentionOptions
 from flashhopper.reference import attention
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

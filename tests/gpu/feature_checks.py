@@ -15,7 +15,7 @@ from ragged import Batch
 from tolerance import assert_close_on_average, assert_close_to_reference, assert_lse_close, largest_error, tolerance
 
 from flashhopper import flash_attn_func, flash_attn_varlen_func
-from flashhopper.problem import AttentionOptions
+from flashhopper.options import AttentionOptions
 from flashhopper.reference import attention
 
 

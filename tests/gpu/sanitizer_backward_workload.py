@@ -10,7 +10,7 @@ import itertools
 import torch
 
 from flashhopper import launch, launch_backward
-from flashhopper.problem import AttentionOptions
+from flashhopper.options import AttentionOptions
 from flashhopper.reference import attention
 
 HEAD_DIMS = (56, 120, 248)  # the last columns of each tile are past the tensor's end

@@ -11,7 +11,7 @@ from extra_specs import EXTRA_SPECS
 from flashhopper import launch
 from flashhopper.config import KernelSpec
 from flashhopper.kernel_list import forward_specs
-from flashhopper.problem import AttentionOptions
+from flashhopper.options import AttentionOptions
 from flashhopper.reference import attention
 
 TABLE = {"table_d64": (64, False), "table_d128": (128, True), "table_d256": (256, True)}

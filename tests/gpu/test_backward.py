@@ -29,7 +29,8 @@ from flashhopper import flash_attn_func, launch, launch_backward
 from flashhopper.config import BackwardSpec
 from flashhopper.heuristics import select_backward_spec
 from flashhopper.kernel_list import backward_specs
-from flashhopper.problem import AttentionOptions, AttentionProblem
+from flashhopper.options import AttentionOptions
+from flashhopper.problem import AttentionProblem
 from flashhopper.reference import attention
 
 BOTH = [FULL, CAUSAL]

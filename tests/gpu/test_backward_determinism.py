@@ -24,7 +24,7 @@ from backward_checks import (
 from checks import BF16, FP16, Shape, Tensors, random_inputs
 from tolerance import root_mean_square
 
-from flashhopper.problem import AttentionOptions
+from flashhopper.options import AttentionOptions
 
 SMALL = Shape(2, 300, 300, 6, 2, 64, 64)
 

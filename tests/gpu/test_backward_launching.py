@@ -33,7 +33,7 @@ from tolerance import assert_close_to_reference
 from torch.utils.checkpoint import checkpoint
 
 from flashhopper import flash_attn_func, launch, launch_backward
-from flashhopper.problem import AttentionOptions
+from flashhopper.options import AttentionOptions
 from flashhopper.reference import attention
 
 ABOUT_A_SECOND = 2_000_000_000  # clock cycles

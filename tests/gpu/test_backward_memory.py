@@ -24,7 +24,7 @@ from backward_checks import (
 from checks import BF16, FP16, Shape, dense, guarded_inputs, random_inputs
 from layouts import CUTS, Cut, fitted, normal
 
-from flashhopper.problem import AttentionOptions
+from flashhopper.options import AttentionOptions
 
 BASE = Shape(2, 200, 327, 6, 2, 128, 128)
 BOTH = [FULL._replace(deterministic=True), CAUSAL._replace(deterministic=True)]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from flashhopper import flash_attn_fp8_func, flash_attn_func, quantize_fp8
-from flashhopper.fp8 import Fp8Recipe
-from flashhopper.problem import AttentionOptions
+from flashhopper.fp8_tensor import Fp8Recipe
+from flashhopper.options import AttentionOptions
 from flashhopper.reference_fp8 import E4M3
 from flashhopper.torch_library_fp8 import FromSixteenBits
 

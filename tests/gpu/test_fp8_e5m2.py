@@ -21,9 +21,9 @@ from flashhopper import (
     reference_fp8,
     reference_fp8_varlen,
 )
-from flashhopper.fp8 import Fp8Recipe
+from flashhopper.fp8_tensor import Fp8Recipe
 from flashhopper.heuristics import FP8_TABLE
-from flashhopper.problem import AttentionOptions
+from flashhopper.options import AttentionOptions
 from flashhopper.reference import attention
 from flashhopper.reference_fp8 import E5M2
 from flashhopper.reference_fp8_varlen import Sequences

@@ -13,7 +13,7 @@ from backward_checks import Incoming
 from checks import BF16, FP16, Shape, Tensors, dense, guarded_inputs, random_inputs, redone_tiles
 from feature_checks import Call, Outcome, assert_same, check, compare, count_differing, incoming_of, run, take
 
-from flashhopper.problem import AttentionOptions
+from flashhopper.options import AttentionOptions
 
 MASKS: dict[str, dict[str, Any]] = {
     "window": {"window_size": (100, 37)},

@@ -11,7 +11,7 @@ from feature_checks import Call, check, ragged_inputs
 from ragged import Batch, Side
 
 from flashhopper import flash_attn_func, launch, launch_backward
-from flashhopper.problem import AttentionOptions
+from flashhopper.options import AttentionOptions
 
 STEPS = [
     Batch(Side([100, 0, 333, 5]), Side([130, 20, 290, 500])),

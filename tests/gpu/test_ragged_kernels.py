@@ -27,7 +27,7 @@ from feature_checks import (
 from ragged import BATCHES, Batch, Side
 
 from flashhopper import flash_attn_func, flash_attn_varlen_func, flash_attn_varlen_qkvpacked_func
-from flashhopper.problem import AttentionOptions
+from flashhopper.options import AttentionOptions
 
 ABOUT_A_SECOND = 2_000_000_000  # clock cycles
 CAUSAL = {"causal": True}

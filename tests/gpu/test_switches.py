@@ -14,7 +14,8 @@ from flashhopper import flash_attn_func
 from flashhopper.config import ForwardConfig, KernelSpec
 from flashhopper.heuristics import select_spec
 from flashhopper.kernel_list import forward_specs, fp8_specs
-from flashhopper.problem import AttentionOptions, AttentionProblem
+from flashhopper.options import AttentionOptions
+from flashhopper.problem import AttentionProblem
 
 SWITCHES = {
     "scheduler": {"single", "static", "dynamic"},

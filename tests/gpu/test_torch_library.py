@@ -11,7 +11,8 @@ import torch
 from checks import BF16, assert_same_bits
 
 from flashhopper import flash_attn_func, torch_library
-from flashhopper.problem import AttentionOptions, SoftmaxTensors
+from flashhopper.options import AttentionOptions
+from flashhopper.problem import SoftmaxTensors
 
 Tensors = list[torch.Tensor]
 DETERMINISTIC = {"causal": True, "deterministic": True, "return_lse": True}

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from flashhopper import launch, launch_backward
+from flashhopper import launch, launch_backward, launch_schedule
 from flashhopper.config import AnySpec
+from flashhopper.plan import EmptyPlan, Plan
 from flashhopper.problem import AttentionProblem
 
 NUM_SMS = 132
@@ -44,11 +45,11 @@ def pose(monkeypatch: pytest.MonkeyPatch) -> PosedCard:
 
     def make_plan(
         problem: AttentionProblem, has: launch.Given | None = None, config: Any = None
-    ) -> launch.Plan:  # as the real one, but for the look at the device
+    ) -> Plan:  # as the real one, but for the look at the device
         if problem.options.sm_margin >= NUM_SMS:
             raise ValueError("sm_margin")
         if 0 in (problem.batch, problem.rows_q, problem.rows_k):
-            return launch._EmptyPlan(problem)
+            return EmptyPlan(problem)
         return kinds[problem.ragged is not None](problem, NUM_SMS, config, has)
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
@@ -59,6 +60,6 @@ def pose(monkeypatch: pytest.MonkeyPatch) -> PosedCard:
     monkeypatch.setattr(launch, "scheduler_workspace", lambda index: torch.zeros(4, dtype=torch.int32))
     monkeypatch.setattr(launch_backward, "_plans", {})
     monkeypatch.setattr(launch_backward, "hopper_multiprocessors", lambda device: NUM_SMS)
-    for module in (launch, launch_backward):
+    for module in (launch, launch_backward, launch_schedule):
         monkeypatch.setattr(module, "get_kernel", card.get_kernel)
     return card

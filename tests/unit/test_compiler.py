@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import logging
 import os
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from flashhopper import compiler, disk_cache, kernel_binary, toolchain
-from flashhopper.compiler import KernelCache, kernel_key, source_digest
+from flashhopper.compiler import KernelCache, kernel_key, kernel_sources, source_digest
 from flashhopper.config import ForwardConfig, KernelSpec
 from flashhopper.disk_cache import DiskCache, cache_dir
 from flashhopper.toolchain import Toolchain, current_toolchain
@@ -235,13 +236,66 @@ def copy_package(tmp_path: Path) -> Path:
     return package
 
 
-@pytest.mark.parametrize("path", ["config.py", "programs.py", "slopes.py", "kernels/mask.py", "kernels/new.py"])
+@pytest.mark.parametrize("path", ["config/forward.py", "programs.py", "slopes.py", "kernels/mask.py", "kernels/new.py"])
 def test_source_digest_sees_each_source(path: str, tmp_path: Path) -> None:
     package = copy_package(tmp_path)
     before = source_digest(package)
     with (package / path).open("a") as file:
         file.write("\n")
     assert source_digest(package) != before
+
+
+# What toolchain.py decides is in the key by itself, as a Toolchain.
+IN_THE_KEY_ITSELF = {"toolchain.py"}
+
+
+def imported_files(path: Path, package: Path) -> set[Path]:
+    """The package's files that a module imports, at its top or in a function; of ``from a import b`` also b."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports are not looked at here"
+            assert node.module is not None
+            names.update([node.module, *(f"{node.module}.{alias.name}" for alias in node.names)])
+    files: set[Path] = set()
+    for name in names:
+        first, *rest = name.split(".")
+        if first == package.name and rest:
+            places = package.joinpath(*rest).with_suffix(".py"), package.joinpath(*rest, "__init__.py")
+            files.update(place for place in places if place.exists())
+    return files
+
+
+def outside_the_digest(package: Path) -> set[str]:
+    """What the sources in the digest import, but for what is in it."""
+    sources = kernel_sources(package)
+    found = set().union(*(imported_files(path, package) for path in sources))
+    return {path.relative_to(package).as_posix() for path in found.difference(sources)} - IN_THE_KEY_ITSELF
+
+
+def test_source_digest_has_all_that_kernels_and_specs_import() -> None:
+    package = Path(compiler.__file__).parent
+    assert outside_the_digest(package) == set()
+    imported = imported_files(package / "kernels" / "softmax.py", package)
+    assert {package / "kernels" / "ptx.py", package / "config" / "__init__.py"} <= imported
+
+
+@pytest.mark.parametrize(
+    "line, file",
+    [
+        ("from flashhopper import problem", "problem.py"),
+        ("from flashhopper.reference import attention", "reference.py"),
+        ("def late():\n    import flashhopper.bench.grid", "bench/grid.py"),
+    ],
+)
+@pytest.mark.parametrize("path", ["config/forward.py", "kernels/mask.py", "slopes.py"])
+def test_an_import_from_outside_the_digest_is_found(path: str, line: str, file: str, tmp_path: Path) -> None:
+    package = copy_package(tmp_path)
+    with (package / path).open("a") as source:
+        source.write(f"{line}\n")
+    assert outside_the_digest(package) == {file}
 
 
 def test_source_digest_sees_a_move_between_files(tmp_path: Path) -> None:

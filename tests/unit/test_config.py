@@ -152,7 +152,7 @@ def test_all_broken_limits_are_named_at_once() -> None:
 
 def test_a_register_sum_above_the_launch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """It compiles and hangs the card; no built-in row has it, so one is made."""
-    monkeypatch.setattr("flashhopper.config._ROLE_REGISTERS", {2: (48, 240)})
+    monkeypatch.setattr("flashhopper.config.forward._ROLE_REGISTERS", {2: (48, 240)})
     with pytest.raises(ConfigError, match="setmaxnreg hands out 67584 of 64512 registers"):
         D128.check_feasible(128, 128)
 

@@ -25,7 +25,8 @@ from flashhopper.heuristics import (
 from flashhopper.kernel_list import all_specs, backward_specs, forward_specs, fp8_specs, quantize_specs
 from flashhopper.launch import LOG2_E, SMALLEST_SCALE, UNBOUNDED, Given, KernelScales, given, kernel_window
 from flashhopper.launch_backward import Saved, _gradients_without_pairs
-from flashhopper.problem import AttentionOptions, AttentionProblem, SoftmaxTensors, TensorFacts
+from flashhopper.options import AttentionOptions
+from flashhopper.problem import AttentionProblem, SoftmaxTensors, TensorFacts
 from flashhopper.reference import attention
 
 CARD = torch.device("cuda:0")

@@ -11,8 +11,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 
 from flashhopper import flash_attn_fp8_func, flash_attn_func, quantize_fp8, torch_library_fp8
-from flashhopper.fp8 import Descales, Fp8Recipe
-from flashhopper.problem import AttentionOptions, SoftmaxTensors
+from flashhopper.fp8 import Descales
+from flashhopper.fp8_tensor import Fp8Recipe
+from flashhopper.options import AttentionOptions
+from flashhopper.problem import SoftmaxTensors
 from flashhopper.reference_fp8 import E4M3, E5M2
 from flashhopper.torch_library_fp8 import FromSixteenBits
 from flashhopper.unproven import VARIABLE

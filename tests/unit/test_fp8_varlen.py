@@ -21,9 +21,11 @@ from flashhopper import (
     quantize_fp8,
     torch_library_fp8,
 )
-from flashhopper.fp8 import Descales, Fp8Recipe
+from flashhopper.fp8 import Descales
+from flashhopper.fp8_tensor import Fp8Recipe
 from flashhopper.kernels import ragged as ragged_kernels
-from flashhopper.problem import AttentionOptions, RaggedTensors, SoftmaxTensors
+from flashhopper.options import AttentionOptions
+from flashhopper.problem import RaggedTensors, SoftmaxTensors
 from flashhopper.reference_fp8 import E4M3, E5M2
 from flashhopper.reference_fp8_varlen import num_blocks, own_block
 from flashhopper.torch_library_fp8 import FromSixteenBits

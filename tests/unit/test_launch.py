@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from flashhopper import device, launch, tma_view
-from flashhopper.problem import AttentionOptions, AttentionProblem, TensorFacts
+from flashhopper.options import AttentionOptions
+from flashhopper.problem import AttentionProblem, TensorFacts
 
 BF16 = torch.bfloat16
 CARD = torch.device("cuda:0")

@@ -12,7 +12,8 @@ from posed_card import pose
 from flashhopper import device, launch_backward
 from flashhopper.config import AnySpec, BackwardSpec, PostprocessSpec, PreprocessSpec
 from flashhopper.heuristics import BACKWARD_TABLE, select_backward_row
-from flashhopper.problem import AttentionOptions, AttentionProblem, TensorFacts
+from flashhopper.options import AttentionOptions
+from flashhopper.problem import AttentionProblem, TensorFacts
 
 CARD = torch.device("cuda:0")
 

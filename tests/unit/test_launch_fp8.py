@@ -11,11 +11,12 @@ import pytest
 import torch
 from ragged import Batch, Side
 
-from flashhopper import launch, launch_fp8, quantize_fp8
+from flashhopper import launch, launch_fp8, launch_schedule, quantize_fp8
 from flashhopper.config import Features, KernelSpec, QuantizeRowsSpec, QuantizeValuesSpec, ScheduleSpec, ValueScalesSpec
 from flashhopper.fp8 import Descales, checked_inputs
 from flashhopper.kernels.features import FeatureArgs
-from flashhopper.problem import AttentionOptions, RaggedTensors, SoftmaxTensors
+from flashhopper.options import AttentionOptions
+from flashhopper.problem import RaggedTensors, SoftmaxTensors
 from flashhopper.reference_fp8 import E4M3, E5M2
 from flashhopper.reference_fp8_varlen import Sequences
 
@@ -27,7 +28,7 @@ BATCH = Batch(Side([70, 0, 40], [70, 0, 30], 3), Side([130, 20, 200]))
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     found: Calls = []
-    for module in (launch, launch_fp8):
+    for module in (launch_schedule, launch_fp8):
         monkeypatch.setattr(module, "get_kernel", lambda spec: lambda *arguments: found.append((spec, arguments)))
     monkeypatch.setattr(launch_fp8, "hopper_multiprocessors", lambda device: 132)
     monkeypatch.setattr(launch_fp8, "scheduler_workspace", lambda index: torch.zeros(4, dtype=torch.int32))

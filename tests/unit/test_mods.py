@@ -29,7 +29,8 @@ from flashhopper.heuristics import BACKWARD_TABLE, TILE_TABLE, with_fewer_regist
 from flashhopper.kernel_list import backward_specs, forward_specs
 from flashhopper.launch import Given, given, kernel_tensors
 from flashhopper.mod_call import Mods
-from flashhopper.problem import AttentionOptions, AttentionProblem, SoftmaxTensors
+from flashhopper.options import AttentionOptions
+from flashhopper.problem import AttentionProblem, SoftmaxTensors
 from flashhopper.programs import trace_mask, trace_score
 from flashhopper.toolchain import Toolchain
 

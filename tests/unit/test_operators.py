@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from flashhopper import flash_attn_func, flash_attn_varlen_func, torch_library
-from flashhopper.problem import AttentionOptions, RaggedTensors, SoftmaxTensors
+from flashhopper.options import AttentionOptions
+from flashhopper.problem import RaggedTensors, SoftmaxTensors
 
 NO_SOFTMAX_TENSORS = SoftmaxTensors()
 OPTIONS = {

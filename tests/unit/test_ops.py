@@ -10,8 +10,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from flashhopper import flash_attn_func, launch_backward, ops
-from flashhopper.launch import Plan
-from flashhopper.problem import AttentionOptions, SoftmaxTensors
+from flashhopper.options import AttentionOptions
+from flashhopper.plan import Plan
+from flashhopper.problem import SoftmaxTensors
 from flashhopper.reference import attention
 
 

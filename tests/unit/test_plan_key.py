@@ -11,13 +11,14 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from flashhopper import launch, launch_backward
+from flashhopper import launch, launch_backward, launch_schedule
 from flashhopper.device import hopper_multiprocessors
+from flashhopper.options import AttentionOptions
+from flashhopper.plan import EmptyPlan
 from flashhopper.plan_key import Key, call_key
 from flashhopper.problem import (
     MAX_EXTENT,
     MAX_WINDOW_ROWS,
-    AttentionOptions,
     AttentionProblem,
     RaggedFacts,
     RaggedTensors,
@@ -219,7 +220,7 @@ def forward_facts(arguments: tuple[Any, ...]) -> Any:
     except (TypeError, ValueError, NotImplementedError) as error:
         return type(error)
     known = {name: value for name, value in vars(plan).items() if name not in ("views", "schedule", "kernel")}
-    if isinstance(plan, launch._EmptyPlan):
+    if isinstance(plan, EmptyPlan):
         return type(plan), known
     schedule = getattr(plan, "schedule", None)
     return type(plan), known, views_of(plan), None if schedule is None else (schedule.tile_rows, schedule.heads)
@@ -249,7 +250,7 @@ def _no_card() -> Any:
     card = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-        for module in (launch, launch_backward):
+        for module in (launch, launch_backward, launch_schedule):
             patch.setattr(module, "get_kernel", lambda spec: spec)
         hopper_multiprocessors.cache_clear()
         yield

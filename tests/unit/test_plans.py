@@ -9,7 +9,7 @@ import pytest
 import torch
 from posed_card import PosedCard, pose
 
-from flashhopper import flash_attn_func, flash_attn_varlen_func, launch, launch_backward, plan_key
+from flashhopper import flash_attn_func, flash_attn_varlen_func, launch, launch_backward, launch_schedule, plan_key
 from flashhopper.config import BackwardSpec, KernelSpec, PostprocessSpec, PreprocessSpec, ScheduleSpec
 from flashhopper.launch import TMA_ALIGNMENT
 from flashhopper.reference import attention
@@ -189,7 +189,7 @@ def test_new_lengths_are_no_new_plan(card: PosedCard) -> None:
         assert schedule[-3] == total
         batch = len(ends) - 1
         records, first_tiles = arguments[-1][4]
-        assert (records.shape, first_tiles.shape) == ((2 * batch * launch.RECORD_WORDS,), (2 * batch + 1,))
+        assert (records.shape, first_tiles.shape) == ((2 * batch * launch_schedule.RECORD_WORDS,), (2 * batch + 1,))
         assert arguments[0].shape == (1, *q.shape)
         assert arguments[3].data_ptr() == out.data_ptr()
     assert len(launch._plans) == 1

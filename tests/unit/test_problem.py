@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from flashhopper import flash_attn_func
-from flashhopper.problem import MAX_EXTENT, AttentionOptions, AttentionProblem, SoftmaxTensors, TensorFacts
+from flashhopper.options import AttentionOptions
+from flashhopper.problem import MAX_EXTENT, AttentionProblem, SoftmaxTensors, TensorFacts
 from flashhopper.reference import visible_keys
 
 BF16 = torch.bfloat16

@@ -22,7 +22,8 @@ from flashhopper.config import (
     PreprocessSpec,
 )
 from flashhopper.heuristics import select_backward_spec, select_spec
-from flashhopper.problem import DTYPES, AttentionOptions, AttentionProblem, TensorFacts
+from flashhopper.options import AttentionOptions
+from flashhopper.problem import DTYPES, AttentionProblem, TensorFacts
 
 AnyConfig = ForwardConfig | BackwardConfig
 MainSpec = KernelSpec | BackwardSpec

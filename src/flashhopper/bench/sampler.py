@@ -20,7 +20,7 @@ from flashhopper.bench.work import Work, work_of
 from flashhopper.config import BackwardConfig
 from flashhopper.launch import forward
 from flashhopper.launch_backward import backward
-from flashhopper.problem import AttentionOptions
+from flashhopper.options import AttentionOptions
 
 
 class ConfigPeer(Peer):

@@ -21,7 +21,8 @@ from flashhopper.heuristics import (
     select_row,
     select_spec,
 )
-from flashhopper.problem import NO_WINDOW, AttentionOptions, AttentionProblem, TensorFacts
+from flashhopper.options import NO_WINDOW, AttentionOptions
+from flashhopper.problem import AttentionProblem, TensorFacts
 
 SMS = {"H200 or H100 SXM": 132, "H100 PCIe": 114, "H20": 78}
 DEFAULT_SMS = 132

@@ -20,7 +20,8 @@ import torch
 
 from flashhopper import torch_library
 from flashhopper.device import hopper_multiprocessors
-from flashhopper.problem import AttentionOptions, RaggedTensors, SoftmaxTensors
+from flashhopper.options import AttentionOptions
+from flashhopper.problem import RaggedTensors, SoftmaxTensors
 from flashhopper.torch_library import Call
 
 _registry: Any = None  # in torch 2.9
