@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
 
 from flashhopper.config import (
-    E4M3,
     PLAIN,
     BackwardConfig,
     BackwardSpec,
@@ -35,13 +36,14 @@ def _rows(head_dim: int, head_dim_v: int, config: ForwardConfig, reason: str) ->
     """The same configuration with and without a causal mask, for any length."""
     return (
         TileRow(head_dim, head_dim_v, False, None, config, reason),
-        TileRow(head_dim, head_dim_v, True, None, replace(config, group_waves=_CAUSAL_WAVES), reason),
+        TileRow(head_dim, head_dim_v, True, None, replace(config, group_waves=CAUSAL_WAVES), reason),
     )
 
 
 # Causal tiles differ in length, and more of them to choose from fill the last wave better: at d128, 2k keys 546 against
 # 526 TFLOPS with the 2 waves that keep reads from HBM even when tiles are alike.
-_CAUSAL_WAVES = 8
+CAUSAL_WAVES = 8
+_D64 = ForwardConfig(192, 128, num_stages=4)
 _D64_SHORT = ForwardConfig(128, 128, num_stages=4, num_q_stages=2, prefetch_scores=True)
 _D64_SHORT_REASON = "up to 1k keys: 416 against 352 TFLOPS with 192 rows (512 keys), whose last tile is a third empty"
 _D96_SHORT = ForwardConfig(128, 128, num_stages=3, num_q_stages=2)
@@ -55,13 +57,14 @@ TILE_TABLE: tuple[TileRow, ...] = (
         64,
         64,
         True,
-        1024,
-        replace(_D64_SHORT, warpgroup_order="free", group_waves=_CAUSAL_WAVES),
-        "at 1k keys 346 TFLOPS, staggered 312; at 512 keys 248, staggered 229 and with 64-key blocks 240",
+        4096,
+        replace(_D64_SHORT, warpgroup_order="free", group_waves=CAUSAL_WAVES),
+        "352, 441 and 484 TFLOPS at 1k, 2k and 4k keys, staggered 310, 386 and 440, 192 rows 308, 416 and 463; at 8k "
+        "and 16k 497 and 499, 192 rows 505 and 512; at 512 keys 248, staggered 229 and with 64-key blocks 240",
     ),
-    *_rows(64, 64, ForwardConfig(192, 128, num_stages=4), "at 8k keys 555 against 530 TFLOPS with 128 rows"),
+    *_rows(64, 64, _D64, "at 8k keys 555 against 530 TFLOPS with 128 rows"),
     TileRow(96, 96, False, 1024, _D96_SHORT, _D96_SHORT_REASON),
-    TileRow(96, 96, True, 1024, replace(_D96_SHORT, group_waves=_CAUSAL_WAVES), _D96_SHORT_REASON),
+    TileRow(96, 96, True, 1024, replace(_D96_SHORT, group_waves=CAUSAL_WAVES), _D96_SHORT_REASON),
     *_rows(
         96,
         96,
@@ -82,7 +85,7 @@ TILE_TABLE: tuple[TileRow, ...] = (
         128,
         True,
         2048,
-        replace(_D128, group_waves=_CAUSAL_WAVES),
+        replace(_D128, group_waves=CAUSAL_WAVES),
         "two buffers of Q: 332, 465 and 568 TFLOPS at 512, 1k and 2k keys; Q in registers, with one: 311, 436 and 550",
     ),
     TileRow(
@@ -90,7 +93,7 @@ TILE_TABLE: tuple[TileRow, ...] = (
         128,
         True,
         None,
-        ForwardConfig(128, 128, num_stages=2, q_in_registers=True, group_waves=_CAUSAL_WAVES),
+        ForwardConfig(128, 128, num_stages=2, q_in_registers=True, group_waves=CAUSAL_WAVES),
         "Q in registers: 702 TFLOPS at 16k keys and 611 at 4k, from shared memory 660 and 588, but in another run 687 "
         "to 679 at 16k and 552 to 542 at 2k; 160 keys with O in Q's buffer: 690 at 16k and 579 at 4k; 112 and 96 keys "
         "are 5 % slower at 8k",
@@ -143,7 +146,7 @@ _D64_64_ROWS = BackwardConfig(
     num_ds_stages=3,
     num_dq_stages=2,
     num_k_stages=2,
-    group_waves=_CAUSAL_WAVES,
+    group_waves=CAUSAL_WAVES,
 )
 _D128_OPERANDS = BackwardConfig(64, 64, "operands", num_q_stages=3, num_do_stages=3, num_dq_stages=2)
 
@@ -152,7 +155,7 @@ BACKWARD_TABLE: tuple[BackwardRow, ...] = (
     BackwardRow(
         64,
         64,
-        BackwardConfig(128, 128, num_q_stages=3, num_k_stages=2, group_waves=_CAUSAL_WAVES),
+        BackwardConfig(128, 128, num_q_stages=3, num_k_stages=2, group_waves=CAUSAL_WAVES),
         "two tiles of K, 3 stages of Q and 1 of dQ: 229, 343, 430, 481 and 552 TFLOPS at 512, 1k, 2k, 4k and 16k "
         "queries; 2 of each: 227, 337, 419, 469 and 527; one tile of K, 2 of dQ: 200, 304, 405, 468 and 555; 64 rows "
         "and two tiles of K: 223, 324, 388, 411 and 466; 2 waves 7 % slower",
@@ -217,133 +220,35 @@ def features_of(
     )
 
 
-class Fp8Row(NamedTuple):
-    """Serves FP8 inputs of head dims up to ``head_dim`` and ``head_dim_v``: with two levels of accumulation, without a
-    mask and with a causal one, and with ``fp8_accumulate="fast"``. Where the second level is a flush, it may come
-    after ``centered_flush_blocks`` if V is centred: what has been summed up by then is small."""
+@cache
+def rows_of(causal: bool, window: bool, ragged: bool) -> tuple[TileRow, ...]:
+    """The rows of the table that serve a kind of mask, searched in order.
 
-    head_dim: int
-    head_dim_v: int
-    two_level: ForwardConfig
-    two_level_causal: ForwardConfig
-    fast: ForwardConfig
-    reason: str
-    centered_flush_blocks: int | None = None
-
-    def spec(
-        self,
-        out_dtype: Dtype,
-        causal: bool,
-        fast: bool,
-        is_centered: bool = False,
-        config: ForwardConfig | None = None,
-        features: Features = PLAIN,
-        dtype: Dtype = E4M3,
-    ) -> KernelSpec:
-        """The kernel for an output type, a mask, features and an input type; ``config`` overrides the row's."""
-        if config is None:
-            is_masked = causal or features.window or features.ragged
-            config = self.fast if fast else self.two_level_causal if is_masked else self.two_level
-            config = replace(config, group_waves=_CAUSAL_WAVES) if is_masked else config
-            if is_centered and config.flush_blocks and self.centered_flush_blocks:
-                config = replace(config, flush_blocks=self.centered_flush_blocks)
-            if features.window:
-                config = replace(config, prefetch_scores=False)
-            if features.window or (features.ragged and not causal):
-                # At head_dim 256 consumers with 224 registers spill 3 with chunks, and 1 if ragged without a mask.
-                config = replace(config, wide_producer=False)
-        return KernelSpec(dtype, self.head_dim, self.head_dim_v, causal, config, features, out_dtype)
+    Some ragged batches take those for short sequences whatever their longest one: 16 sequences of 2k keys (and lengths
+    up to 4k) at head_dim 128 572 (570) TFLOPS causal and 613 (618) without a mask, with the rows for long ones 552
+    (556) and 605 (610); at head_dim 64 430 (442) against 403 (427) causal, but 489 (469) against 510 (496) without.
+    """
+    rows = [row for row in TILE_TABLE if row.causal == (causal or window or ragged)]
+    if ragged and not window:
+        return as_short(rows, {(64, 64), (128, 128)} if causal else {(128, 128)})
+    return tuple(rows)
 
 
-_FP8_D64 = ForwardConfig(128, 128, num_stages=4, num_q_stages=2, prefetch_scores=True, warpgroup_order="free")
-_FP8_D128 = replace(_FP8_D64, num_stages=3)
-_FP8_D192 = ForwardConfig(128, 128, num_stages=2, warpgroup_order="ping_pong")
-_FP8_D256 = ForwardConfig(128, 64, num_stages=2, warpgroup_order="ping_pong", wide_producer=True)
-
-# Searched in order. Two levels take registers for another O, or shared memory for one: by columns where the former
-# suffice, by flushing where they do not. Figures: H200, TFLOPS at 16k and 2k keys, bursts of 6 to 20 launches.
-FP8_TABLE: tuple[Fp8Row, ...] = (
-    Fp8Row(
-        64,
-        64,
-        ForwardConfig(192, 128, num_stages=4, flush_blocks=8),
-        ForwardConfig(192, 128, num_stages=4, flush_blocks=8),
-        ForwardConfig(192, 128, num_stages=4),
-        "706 and 606, causal 687 and 496; by columns 742 and 636, but then 6 registers spill (if causal 7); 128 rows "
-        "by columns 631 and 548, causal 630 and 474; flushed every 32 blocks 2 to 3 % faster "
-        "than every 8: V centred, every 16",
-        centered_flush_blocks=16,
-    ),
-    Fp8Row(
-        96,
-        96,
-        replace(_FP8_D64, two_level_columns=96),
-        replace(_FP8_D64, two_level_columns=96),
-        _FP8_D64,
-        "as head_dim 128; not searched",
-    ),
-    Fp8Row(
-        128,
-        128,
-        replace(_FP8_D128, two_level_columns=128),
-        replace(_FP8_D128, two_level_columns=128),
-        _FP8_D128,
-        "911 and 873, causal 904 and 716; staggered 863 and 832, 895 and 682; turns in every block 872 and 850; exact "
-        "softmax 748 and 765; in another run 947 and 831, flushed 835 and 780",
-    ),
-    Fp8Row(
-        192,
-        128,
-        ForwardConfig(128, 128, num_stages=3, two_level_columns=128, wide_producer=True),
-        ForwardConfig(128, 128, num_stages=3, two_level_columns=128),
-        ForwardConfig(128, 128, num_stages=3),
-        "as head_dim 128, in what shared memory is left; not searched",
-    ),
-    Fp8Row(
-        192,
-        192,
-        replace(_FP8_D192, flush_blocks=8),
-        replace(_FP8_D192, flush_blocks=8),
-        _FP8_D192,
-        "1130 and 1011, free 1073 and 1018, in chunks of 64 columns 929 and 843",
-        centered_flush_blocks=16,
-    ),
-    Fp8Row(
-        256,
-        256,
-        replace(_FP8_D256, flush_blocks=16),
-        replace(_FP8_D256, flush_blocks=16),
-        replace(_FP8_D256, num_stages=3),
-        "1097 and 1029, every 32 blocks 1137 and 1074; in chunks of 64 columns 873 and 740; fast 1359 and 1097, "
-        "staggered 1160 and 992; 128 keys spill even with one level; V centred: every 32 blocks 1149 and 1137 "
-        "at 16k (with and without a mask) against 1093 and 1080, with the same error",
-        centered_flush_blocks=32,
-    ),
-)
+Row = TypeVar("Row", bound=Any)  # with head_dim, head_dim_v and max_seqlen_k
 
 
-def select_fp8_spec(
-    problem: AttentionProblem,
-    fast: bool,
-    is_centered: bool = False,
-    config: ForwardConfig | None = None,
-    dtype: Dtype = E4M3,
-) -> KernelSpec:
-    """The FP8 kernel for a validated problem, whose dtype is that of the output; ``dtype`` is that of the inputs.
-    ``is_centered``: V is. ``config`` overrides the table's."""
-    for row in FP8_TABLE:
-        if problem.head_dim <= row.head_dim and problem.head_dim_v <= row.head_dim_v:
-            out_dtype, causal, features = DTYPES[problem.dtype], problem.mask.causal, features_of(problem)
-            return row.spec(out_dtype, causal, fast, is_centered, config, features, dtype)
-    raise AssertionError(f"no row of FP8_TABLE covers {problem}")
+def as_short(rows: Sequence[Row], dims: Collection[tuple[int, int]]) -> tuple[Row, ...]:
+    """Of the rows for these head dims only the first, which is for short sequences, without its limit."""
+    first = {row[:2]: row._replace(max_seqlen_k=None) for row in reversed(rows) if row[:2] in dims}
+    return tuple(dict.fromkeys(first.get(row[:2], row) for row in rows))
 
 
 def select_row(problem: AttentionProblem) -> TileRow:
     """The row of the table that serves a validated problem."""
-    for row in TILE_TABLE:
+    mask, is_ragged = problem.mask, problem.ragged is not None
+    for row in rows_of(mask.causal, mask.window is not None, is_ragged):
         fits_dims = problem.head_dim <= row.head_dim and problem.head_dim_v <= row.head_dim_v
-        fits_length = row.max_seqlen_k is None or problem.seqlen_k <= row.max_seqlen_k
-        if fits_dims and fits_length and row.causal == is_masked(problem):
+        if fits_dims and (row.max_seqlen_k is None or problem.seqlen_k <= row.max_seqlen_k):
             return row
     raise AssertionError(f"no row of TILE_TABLE covers {problem}")  # validate() admits only what the last rows cover
 
@@ -364,7 +269,9 @@ def forward_config(row: TileRow, dtype: Dtype, features: Features = PLAIN) -> Fo
 
     Softcap's tanh and exp2 share one unit, which is as busy then as the tensor cores: warpgroups that drift apart use
     it best. With head_dim 128, lazy softmax and a causal mask 561 TFLOPS at 16k keys and 476 at 2k, staggered 506 and
-    431, in turns 546 and 460; exact softmax in turns 529 and 445, staggered 460 and 397 (H200).
+    431, in turns 546 and 460; exact softmax in turns 529 and 445, staggered 460 and 397 (H200). At head_dim 64 that
+    unit is the limit, and every other exp2 as a polynomial is faster: 397 TFLOPS at 16k keys and 321 at 2k, without 354
+    and 301, 3 of 8 366 and 302, 5 of 8 4 % less; 128 rows 347 and 301. At head_dim 128 it is slower: 2 of 8 506 to 540.
     """
     config = for_dtype(row.config, dtype)
     if features.has_mods:
@@ -375,6 +282,9 @@ def forward_config(row: TileRow, dtype: Dtype, features: Features = PLAIN) -> Fo
         else:
             free = replace(_D128, prefetch_scores=True, warpgroup_order="free")
             config = replace(free, group_waves=config.group_waves)
+    is_capped_d64 = features.softcap and (row.head_dim, row.head_dim_v) == (64, 64) and config.softmax == "lazy"
+    if is_capped_d64 and not features.alibi:  # with slopes and windows 28 registers spilled
+        config = replace(_D64, group_waves=config.group_waves, exp2_on_fma=4)
     return replace(config, prefetch_scores=False) if features.window else config
 
 

@@ -28,11 +28,11 @@ from flashhopper.config import (
 )
 from flashhopper.heuristics import (
     BACKWARD_TABLE,
-    FP8_TABLE,
-    TILE_TABLE,
     forward_config,
+    rows_of,
     with_fewer_registers,
 )
+from flashhopper.heuristics_fp8 import FP8_TABLE, fp8_rows_of
 from flashhopper.problem import DTYPES
 
 
@@ -65,9 +65,8 @@ def forward_specs(features: Features = PLAIN) -> list[KernelSpec]:
             forward_config(row, dtype, features),
             features,
         )
-        for row in TILE_TABLE
-        for causal, is_masked in _masks(features)
-        if row.causal == is_masked
+        for causal, _ in _masks(features)
+        for row in rows_of(causal, features.window, features.ragged)
         for dtype in DTYPES.values()
     ]
 
@@ -103,14 +102,14 @@ def backward_specs(features: Features = PLAIN) -> list[AnySpec]:
 
 
 def fp8_specs(features: Features = PLAIN, dtype: Dtype = E4M3) -> list[KernelSpec]:
-    """Every kernel that ``heuristics.select_fp8_spec`` can choose for exactly these features and this type."""
+    """Every kernel that ``heuristics_fp8.select_fp8_spec`` can choose for exactly these features and this type."""
     return [
         row.spec(out_dtype, causal, fast, is_centered, features=features, dtype=dtype)
-        for row in FP8_TABLE
+        for row in fp8_rows_of(features.window or features.ragged)
         for out_dtype in DTYPES.values()
         for causal, _ in _masks(features)
         for fast in (False, True)
-        for is_centered in ((False, True) if row.centered_flush_blocks and not fast else (True,))
+        for is_centered in ((False, True) if row.centered is not None and not fast else (True,))
     ]
 
 

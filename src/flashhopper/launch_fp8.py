@@ -20,7 +20,7 @@ from flashhopper.config import (
     ValueStatisticsSpec,
 )
 from flashhopper.device import hopper_multiprocessors
-from flashhopper.heuristics import select_fp8_spec
+from flashhopper.heuristics_fp8 import select_fp8_spec
 from flashhopper.launch import LOG2_E, SMALLEST_SCALE, kernel_window, scheduler_workspace
 from flashhopper.launch_schedule import MAX_TILES, Schedule
 from flashhopper.plan import ForwardResult

@@ -11,7 +11,7 @@ from fp8_checks import assert_quantised_alike, compare, same_bits, source
 from tolerance import root_mean_square
 
 from flashhopper import flash_attn_fp8_func, flash_attn_func, launch, launch_fp8, quantize_fp8, reference_fp8
-from flashhopper.heuristics import FP8_TABLE
+from flashhopper.heuristics_fp8 import FP8_TABLE
 from flashhopper.reference import attention
 from flashhopper.reference_fp8 import E4M3
 
@@ -217,3 +217,17 @@ def test_options_that_are_not_there_yet() -> None:
     for name, value in (("softcap", 5.0), ("learnable_sink", torch.zeros(2, device="cuda"))):
         with pytest.raises(NotImplementedError, match=f"{name}.* is not there yet"):
             flash_attn_func(*quantised, **{name: value})
+
+
+@pytest.mark.parametrize("accumulate", ["two_level", "fast"])
+@pytest.mark.parametrize("lengths", [(1, 1025), (191, 1100), (192, 2048), (193, 2049), (1000, 4500)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_three_warpgroups_at_head_dim_128(causal: bool, lengths: tuple[int, int], accumulate: Any) -> None:
+    """More than 1k keys of centred values: tiles of 192 rows and 64 keys, O flushed each 2048 keys."""
+    for dtype, heads_k in ((BF16, 6), (FP16, 2)):
+        q = torch.randn(2, lengths[0], 6, 128, device="cuda").to(dtype)
+        k, v = (torch.randn(2, lengths[1], heads_k, 128, device="cuda").to(dtype) for _ in range(2))
+        quantised = quantize_fp8(q, k, v + 1)
+        out, lse = flash_attn_func(*quantised, causal=causal, fp8_accumulate=accumulate, return_lse=True)
+        ref, ref_lse = attention(*(x.dequantize() for x in quantised), softmax_scale=128**-0.5, causal=causal)
+        compare(out, lse, ref, ref_lse)

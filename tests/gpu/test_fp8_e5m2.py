@@ -22,7 +22,7 @@ from flashhopper import (
     reference_fp8_varlen,
 )
 from flashhopper.fp8_tensor import Fp8Recipe
-from flashhopper.heuristics import FP8_TABLE
+from flashhopper.heuristics_fp8 import FP8_TABLE
 from flashhopper.options import AttentionOptions
 from flashhopper.reference import attention
 from flashhopper.reference_fp8 import E5M2

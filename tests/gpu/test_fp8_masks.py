@@ -11,7 +11,7 @@ from fp8_checks import compare
 from tolerance import root_mean_square
 
 from flashhopper import flash_attn_fp8_func, flash_attn_func, quantize_fp8
-from flashhopper.heuristics import FP8_TABLE
+from flashhopper.heuristics_fp8 import FP8_TABLE
 from flashhopper.reference import attention
 from flashhopper.reference_fp8 import E4M3
 

@@ -21,7 +21,7 @@ from flashhopper import (
     quantize_fp8,
     reference_fp8_varlen,
 )
-from flashhopper.heuristics import FP8_TABLE
+from flashhopper.heuristics_fp8 import FP8_TABLE
 from flashhopper.reference import attention
 from flashhopper.reference_fp8 import E4M3
 from flashhopper.reference_fp8_varlen import Sequences

@@ -15,18 +15,18 @@ from row_by_row import sees
 from flashhopper.config import FP8_FEATURES, FP8_MAX_EXPONENT, BackwardSpec, ConfigError, Features, KernelSpec
 from flashhopper.heuristics import (
     BACKWARD_TABLE,
-    FP8_TABLE,
     TILE_TABLE,
     features_of,
     select_backward_spec,
-    select_fp8_spec,
+    select_row,
     select_spec,
 )
+from flashhopper.heuristics_fp8 import FP8_TABLE, select_fp8_spec
 from flashhopper.kernel_list import all_specs, backward_specs, forward_specs, fp8_specs, quantize_specs
 from flashhopper.launch import LOG2_E, SMALLEST_SCALE, UNBOUNDED, Given, KernelScales, given, kernel_window
 from flashhopper.launch_backward import Saved, _gradients_without_pairs
 from flashhopper.options import AttentionOptions
-from flashhopper.problem import AttentionProblem, SoftmaxTensors, TensorFacts
+from flashhopper.problem import AttentionProblem, RaggedFacts, RaggedTensors, SoftmaxTensors, TensorFacts
 from flashhopper.reference import attention
 
 CARD = torch.device("cuda:0")
@@ -73,7 +73,7 @@ def test_all_kernels_with_features_are_those_that_calls_choose(features: Feature
     asked += [options | {"causal": True} for options in asked]
     for options, deterministic in itertools.product(asked, (False, True)):
         for head_dims in itertools.product((64, 96, 128, 192, 256), repeat=2):
-            for seqlen, dtype in itertools.product((512, 1024, 4096), (torch.bfloat16, torch.float16)):
+            for seqlen, dtype in itertools.product((512, 1024, 4096, 8192), (torch.bfloat16, torch.float16)):
                 one = problem(head_dims[0], seqlen, dtype, deterministic=deterministic, **options)
                 v = one.v._replace(shape=(*one.v.shape[:3], head_dims[1]))
                 found_forward.add(select_spec(one._replace(v=v)))
@@ -220,3 +220,50 @@ def test_without_keys_the_sink_s_gradient_is_that_of_the_lse() -> None:
 
 def test_specs_are_of_both_kinds() -> None:
     assert {type(spec) for spec in forward_specs()} == {KernelSpec}
+
+
+def ragged_problem(head_dim: int, longest: int, **options: Any) -> AttentionProblem:
+    facts = TensorFacts.of(torch.empty(1, 1, head_dim, dtype=torch.bfloat16).expand(9000, 6, head_dim))
+    facts = facts._replace(device=CARD)
+    lengths = torch.tensor([0, 9000], dtype=torch.int32)
+    ragged = RaggedFacts.of(RaggedTensors(longest, longest, lengths, lengths))
+    return AttentionProblem(facts, facts, facts, AttentionOptions(**options), ragged)
+
+
+@pytest.mark.parametrize("head_dim, causal", [(64, True), (128, True), (128, False)])
+def test_some_ragged_batches_are_short_whatever_their_longest_sequence(head_dim: int, causal: bool) -> None:
+    found = {select_spec(ragged_problem(head_dim, longest, causal=causal)) for longest in (100, 5000)}
+    assert len(found) == 1
+    assert found.pop() in forward_specs(Features(ragged=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (9, 9)}])
+def test_the_others_go_by_it(options: dict[str, Any]) -> None:
+    masked = bool(options)
+    found = [select_row(ragged_problem(96, longest, **options)) for longest in (100, 5000)]
+    assert found == [row for row in TILE_TABLE if row.head_dim == 96 and row.causal]
+    if not masked:
+        found = [select_row(ragged_problem(64, longest)) for longest in (100, 5000)]
+        assert found == [row for row in TILE_TABLE if row.head_dim == 64 and row.causal]
+
+
+def test_fp8_at_head_dim_128_goes_by_length_mean_and_mask() -> None:
+    """Raw values may have a mean, of which only columns of a block at a time lose nothing."""
+
+    def rows(one: AttentionProblem, is_centered: bool) -> int:
+        config = select_fp8_spec(one, False, is_centered).config
+        assert (config.tile_m == 192) == (config.flush_blocks > 0) == (config.two_level_columns == 0)
+        return config.tile_m
+
+    assert [rows(problem(128, seqlen), True) for seqlen in (1024, 1025)] == [128, 192]
+    assert [rows(problem(128, seqlen), False) for seqlen in (1024, 1025)] == [128, 128]
+    for options in ({"window_size": (64, 0)}, {"attention_chunk": 64}):
+        assert rows(problem(128, 4096, **options), True) == 128
+    assert rows(ragged_problem(128, 4096), True) == 128
+
+
+def test_half_of_the_exponentials_of_capped_scores_run_on_the_fma_units() -> None:
+    capped = {d: select_spec(problem(d, softcap=20.0, causal=True)).config.exp2_on_fma for d in (64, 96, 128)}
+    assert capped == {64: 4, 96: 0, 128: 0}
+    assert select_spec(problem(64, dtype=torch.float16, softcap=20.0)).config.exp2_on_fma == 0
+    assert select_spec(problem(64, causal=True)).config.exp2_on_fma == 0
