@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from flashhopper.bench import fp8
 from flashhopper.bench.fp8 import COLUMNS, Fp8Results, fa3_call, geometric_means, per_head_e4m3
 from flashhopper.bench.fp8_accuracy import VARIANTS, AccuracyOptions, run_accuracy
+from flashhopper.bench.grid import Cell
+from flashhopper.bench.timing import Candidate
 from flashhopper.cli import main
+from flashhopper.fp8_tensor import Fp8QKV
 
 
 def test_fa3_gets_one_scale_a_key_head() -> None:
@@ -48,6 +52,28 @@ def test_results_tell_our_failures_from_missing_peers() -> None:
     results.skipped = [{"name": "fa3_fp8", "where": "a", "reason": "b"}, {"name": "ours", "where": "c", "reason": "d"}]
     assert results.errors == ["ours c: d"]
     assert results.to_json()["unit"] == "TFLOPS"
+
+
+def test_quantising_is_timed_beside_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three tensors of 2-byte elements: 9 bytes of each three to quantise, 12 to copy."""
+    run = object.__new__(fp8.Fp8Run)
+    run.results, said = Fp8Results({}), []
+    run.say, run.generator, run.clock, run.rng = said.append, torch.Generator(), None, None
+    inputs = [torch.randn(2, 256, 4, 64).to(torch.bfloat16) for _ in range(3)]
+    monkeypatch.setattr(fp8, "random_inputs", lambda cell, generator: inputs)
+    timed: list[Candidate] = []
+    monkeypatch.setattr(fp8, "measure", lambda candidates, plan, clock, rng: timed.extend(candidates))
+    monkeypatch.setattr(fp8, "medians", lambda samples: {"quantize": 0.5, "copy": 0.25})  # ms
+    run.time_quantising(Cell("bfloat16", 64, True, 256, 2, 4))
+    elements = inputs[0].numel()
+    quantize, copy = round(9 * elements / 0.5e6, 1), round(12 * elements / 0.25e6, 1)
+    assert run.results.to_json()["quantize_gb_per_s"] == [
+        {"d": 64, "s": 256, "b": 2, "h": 4, "quantize": quantize, "copy": copy}
+    ]
+    assert f"{quantize} GB/s" in said[0]
+    results = {candidate.name: candidate.call() for candidate in timed}
+    assert isinstance(results["quantize"], Fp8QKV)
+    assert all(torch.equal(x, y) for x, y in zip(results["copy"], inputs, strict=True))  # type: ignore[call-overload]
 
 
 def test_accuracy_by_the_emulator() -> None:

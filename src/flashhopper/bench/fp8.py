@@ -24,16 +24,19 @@ CHECK_SEQLEN = 1024
 # weigh alike, those of Q and K move scores by 3.7 %, and with those of P and V that makes 5.2 %.
 TOLERANCE = 0.065
 CLOSING_SECONDS = 5.0
+QUANTISER_SECONDS = 2.0  # for each head_dim
 
 Tensors = Sequence[torch.Tensor]
 
 
 @dataclass
 class Fp8Results:
-    """Rows ``{d, causal, s, b, h, …}`` with TFLOPS by column, what could not run and why, and failed checks."""
+    """Rows ``{d, causal, s, b, h, …}`` with TFLOPS by column, what could not run and why, and failed checks; and GB/s
+    of quantising q, k and v, ``{d, s, b, h, quantize, copy}``, beside a copy of them on the device."""
 
     machine: dict[str, Any]
     rows: list[dict[str, Any]] = field(default_factory=list)
+    quantize: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[dict[str, str]] = field(default_factory=list)
     matmul: dict[str, float] = field(default_factory=dict)
 
@@ -50,7 +53,13 @@ class Fp8Results:
             "matmul_tflops": self.matmul,
             "skipped": self.skipped,
             "rows": self.rows,
+            "quantize_gb_per_s": self.quantize,
         }
+
+
+def bytes_moved(inputs: Tensors, written_bytes: int) -> int:
+    """What has to be read and written at least: each element once, ``written_bytes`` of it."""
+    return sum(x.numel() * (x.element_size() + written_bytes) for x in inputs)
 
 
 def per_head_e4m3(x: torch.Tensor, heads_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,14 +122,18 @@ class Fp8Run:
 
     def run(self, cells: Sequence[Cell], budget_seconds: float) -> Fp8Results:
         started = self.clock.now()
+        per_head_dim = {cell.d: cell for cell in cells}.values()
+        closing = CLOSING_SECONDS + 1.5 * QUANTISER_SECONDS * len(per_head_dim)
         with torch.no_grad():
             for cell in {(cell.d, cell.causal): cell for cell in cells}.values():
                 for column in COLUMNS:
                     self.check(column, cell)
             self.results.matmul["before"] = matmul_tflops(self.clock)
             for index, cell in enumerate(cells):
-                left = budget_seconds - CLOSING_SECONDS - (self.clock.now() - started)
+                left = budget_seconds - closing - (self.clock.now() - started)
                 self.time(cell, left / (len(cells) - index))
+            for cell in per_head_dim:
+                self.time_quantising(cell)
             self.results.matmul["after"] = matmul_tflops(self.clock)
         return self.results
 
@@ -163,6 +176,20 @@ class Fp8Run:
         rates = {name: round(cell.tflops(times[name]), 1) if name in times else None for name in COLUMNS}
         self.results.rows.append(row | rates)
         self.say(f"{cell}: " + ", ".join(f"{name} {rate}" for name, rate in rates.items()))
+
+    def time_quantising(self, cell: Cell) -> None:
+        inputs = random_inputs(cell, self.generator)
+        copies = [torch.empty_like(x) for x in inputs]
+        moved = {"quantize": bytes_moved(inputs, 1), "copy": bytes_moved(inputs, inputs[0].element_size())}
+        calls: dict[str, Callable[[], object]] = {
+            "quantize": lambda: quantize_fp8(*inputs),
+            "copy": lambda: [copy.copy_(x) for copy, x in zip(copies, inputs, strict=True)],
+        }
+        candidates = [Candidate(name, call) for name, call in calls.items()]
+        times = medians(measure(candidates, Plan.within(QUANTISER_SECONDS), self.clock, self.rng))
+        rates = {name: round(moved[name] / times[name] / 1e6, 1) for name in calls}
+        self.results.quantize.append({"d": cell.d, "s": cell.s, "b": cell.b, "h": cell.h} | rates)
+        self.say(f"{cell}: quantising {rates['quantize']} GB/s, a copy {rates['copy']} GB/s")
 
 
 def geometric_means(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
