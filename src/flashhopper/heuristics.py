@@ -282,9 +282,11 @@ def forward_config(row: TileRow, dtype: Dtype, features: Features = PLAIN) -> Fo
         else:
             free = replace(_D128, prefetch_scores=True, warpgroup_order="free")
             config = replace(free, group_waves=config.group_waves)
-    is_capped_d64 = features.softcap and (row.head_dim, row.head_dim_v) == (64, 64) and config.softmax == "lazy"
-    if is_capped_d64 and not features.alibi:  # with slopes and windows 28 registers spilled
-        config = replace(_D64, group_waves=config.group_waves, exp2_on_fma=4)
+    if features.softcap and (row.head_dim, row.head_dim_v) == (64, 64):
+        if features.alibi:  # with 192 rows 4 to 60 registers spill
+            config = replace(_D64_SHORT, softmax=config.softmax, group_waves=config.group_waves)
+        elif config.softmax == "lazy":
+            config = replace(_D64, group_waves=config.group_waves, exp2_on_fma=4)
     return replace(config, prefetch_scores=False) if features.window else config
 
 

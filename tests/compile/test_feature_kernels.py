@@ -19,7 +19,7 @@ from flashhopper.kernel_list import backward_specs, forward_specs
 
 WINDOW, RAGGED, SOFTCAP = Features(window=True), Features(ragged=True), Features(softcap=True)
 FORWARD = {
-    64: (WINDOW, RAGGED),
+    64: (WINDOW, RAGGED, SOFTCAP, Features(softcap=True, alibi=True, window=True)),
     128: (WINDOW, Features(window=True, chunk=True), RAGGED, SOFTCAP, Features(sink=True), Features(alibi=True)),
     256: (WINDOW, Features(window=True, ragged=True)),
 }
@@ -60,6 +60,9 @@ def test_forward(spec: KernelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_nothing_in_local_memory(report)
     assert report.registers == spec.config.registers().entry
     assert ("MUFU.TANH" in report.sass) == spec.features.softcap
+    if spec.config.exp2_on_fma:
+        assert report.sass.count("MUFU.EX2") < report.sass.count("MUFU.TANH")
+    assert "ATOMG.E.INC" in report.sass  # the ticket of the next tile: an ADD would be waited for where it is issued
     assert compilation.storage_bytes == {spec.config.smem_bytes(spec.head_dim, spec.head_dim_v)}
     loads = "UTMALDG.5D" if spec.features.ragged else "UTMALDG.4D"
     assert (

@@ -267,3 +267,12 @@ def test_half_of_the_exponentials_of_capped_scores_run_on_the_fma_units() -> Non
     assert capped == {64: 4, 96: 0, 128: 0}
     assert select_spec(problem(64, dtype=torch.float16, softcap=20.0)).config.exp2_on_fma == 0
     assert select_spec(problem(64, causal=True)).config.exp2_on_fma == 0
+
+
+def test_capped_scores_with_slopes_have_tiles_of_128_rows_at_head_dim_64() -> None:
+    asked = problem(64, 8192, softcap=20.0, causal=True)
+    for dtype in (torch.bfloat16, torch.float16):
+        facts = asked.q._replace(dtype=dtype)
+        one = asked._replace(q=facts, k=facts, v=facts)
+        config = select_spec(one, features=features_of(one, has_alibi=True)).config
+        assert (config.tile_m, config.exp2_on_fma) == (128, 0)
