@@ -19,6 +19,7 @@ from flashhopper.cli.arguments import (
     seqlen,
 )
 from flashhopper.cli.bench_output import (
+    kept_if_cut_off,
     make_console,
     print_errors,
     print_grid,
@@ -187,7 +188,8 @@ def _run_grid(args: argparse.Namespace) -> int:
     with progress_bar() as (progress, total):
         run = GridRun(options, CudaClock(), progress)
         total(run.steps())
-        results = run.run()
+        with kept_if_cut_off(run.results, args.output):
+            results = run.run()
     write_json(args.output, results.to_json())
     print_grid(results)
     print(f"wrote {args.output}")
@@ -222,7 +224,8 @@ def _run_cases(args: argparse.Namespace) -> int:
     with progress_bar() as (progress, total):
         run = CaseRun(options, CudaClock(), progress)
         total(run.steps())
-        results = run.run()
+        with kept_if_cut_off(run.results, args.output):
+            results = run.run()
     write_json(args.output, results.to_json())
     make_console().print(case_table(results))
     print_skipped(results.skipped)
@@ -249,7 +252,9 @@ def _run_fp8(args: argparse.Namespace) -> int:
     from flashhopper.bench.timing import CudaClock
 
     require_hopper()
-    results = Fp8Run(chosen_seed(args), CudaClock(), print).run(_cells(args, HEAD_DIMS, SEQLENS), args.budget_seconds)
+    run = Fp8Run(chosen_seed(args), CudaClock(), print)
+    with kept_if_cut_off(run.results, args.output):
+        results = run.run(_cells(args, HEAD_DIMS, SEQLENS), args.budget_seconds)
     write_json(args.output, results.to_json())
     for name, value in geometric_means(results.rows).items():
         print(f"{name}: {value:.3f}")

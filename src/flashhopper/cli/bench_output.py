@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -13,6 +15,35 @@ if TYPE_CHECKING:
     from flashhopper.bench.results import GridResults
     from flashhopper.bench.run import Progress
     from flashhopper.bench.variants import VariantResults
+
+
+class Results(Protocol):
+    """Of any run."""
+
+    rows: Any
+
+    def to_json(self) -> dict[str, Any]: ...
+
+
+@contextmanager
+def kept_if_cut_off(results: Results, path: Path) -> Iterator[None]:
+    """Write what has been measured, marked ``cut_off``, if the run is interrupted or ended by ``timeout``. Nothing is
+    written without a row."""
+    from flashhopper.bench.results import write_json
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if results.rows:
+            write_json(path, results.to_json() | {"cut_off": True})
+            print(f"cut off after {len(results.rows)} rows, which are in {path}", file=sys.stderr)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def make_console(stderr: bool = False) -> Console:
