@@ -22,7 +22,8 @@ from flashhopper.programs import Program
 
 class TileRow(NamedTuple):
     """Serves head dims up to ``head_dim`` and ``head_dim_v`` (TMA pads smaller ones with zeros) and, if it is set, key
-    sequences up to ``max_seqlen_k``."""
+    sequences up to ``max_seqlen_k``. ``causal`` stands for every mask and for ragged batches, unless the row is
+    ``causal_only``."""
 
     head_dim: int
     head_dim_v: int
@@ -30,6 +31,7 @@ class TileRow(NamedTuple):
     max_seqlen_k: int | None
     config: ForwardConfig
     reason: str
+    causal_only: bool = False
 
 
 def _rows(head_dim: int, head_dim_v: int, config: ForwardConfig, reason: str) -> tuple[TileRow, TileRow]:
@@ -45,6 +47,7 @@ def _rows(head_dim: int, head_dim_v: int, config: ForwardConfig, reason: str) ->
 CAUSAL_WAVES = 8
 _D64 = ForwardConfig(192, 128, num_stages=4)
 _D64_SHORT = ForwardConfig(128, 128, num_stages=4, num_q_stages=2, prefetch_scores=True)
+_D64_SHORT_CAUSAL = replace(_D64_SHORT, warpgroup_order="free", group_waves=CAUSAL_WAVES)
 _D64_SHORT_REASON = "up to 1k keys: 416 against 352 TFLOPS with 192 rows (512 keys), whose last tile is a third empty"
 _D96_SHORT = ForwardConfig(128, 128, num_stages=3, num_q_stages=2)
 _D96_SHORT_REASON = "up to 1k keys: 445 against 402 TFLOPS with 192 rows (512 keys), causal 295 to 290"
@@ -57,10 +60,19 @@ TILE_TABLE: tuple[TileRow, ...] = (
         64,
         64,
         True,
+        1024,
+        _D64_SHORT_CAUSAL,
+        "at 1k keys 352 TFLOPS, staggered 310, 192 rows 308; at 512 keys 248, staggered 229 and with 64-key blocks 240",
+    ),
+    TileRow(
+        64,
+        64,
+        True,
         4096,
-        replace(_D64_SHORT, warpgroup_order="free", group_waves=CAUSAL_WAVES),
-        "352, 441 and 484 TFLOPS at 1k, 2k and 4k keys, staggered 310, 386 and 440, 192 rows 308, 416 and 463; at 8k "
-        "and 16k 497 and 499, 192 rows 505 and 512; at 512 keys 248, staggered 229 and with 64-key blocks 240",
+        _D64_SHORT_CAUSAL,
+        "441 and 484 TFLOPS at 2k and 4k keys, staggered 386 and 440, 192 rows 416 and 463; at 8k and 16k 497 and 499, "
+        "192 rows 505 and 512; without a mask ragged batches are slower (rows_of), windows have not been tried",
+        causal_only=True,
     ),
     *_rows(64, 64, _D64, "at 8k keys 555 against 530 TFLOPS with 128 rows"),
     TileRow(96, 96, False, 1024, _D96_SHORT, _D96_SHORT_REASON),
@@ -229,6 +241,8 @@ def rows_of(causal: bool, window: bool, ragged: bool) -> tuple[TileRow, ...]:
     (556) and 605 (610); at head_dim 64 430 (442) against 403 (427) causal, but 489 (469) against 510 (496) without.
     """
     rows = [row for row in TILE_TABLE if row.causal == (causal or window or ragged)]
+    if not causal:
+        rows = [row for row in rows if not row.causal_only]
     if ragged and not window:
         return as_short(rows, {(64, 64), (128, 128)} if causal else {(128, 128)})
     return tuple(rows)

@@ -136,6 +136,15 @@ def fp8_rows_of(window_or_ragged: bool) -> tuple[Fp8Row, ...]:
     return as_short(FP8_TABLE, {(128, 128)}) if window_or_ragged else FP8_TABLE
 
 
+def fp8_row(head_dim: int, head_dim_v: int, seqlen_k: int, window_or_ragged: bool) -> Fp8Row:
+    """The row that serves a call."""
+    for row in fp8_rows_of(window_or_ragged):
+        fits_dims = head_dim <= row.head_dim and head_dim_v <= row.head_dim_v
+        if fits_dims and (row.max_seqlen_k is None or seqlen_k <= row.max_seqlen_k):
+            return row
+    raise AssertionError(f"no row of FP8_TABLE covers head dims {head_dim} and {head_dim_v}")  # the last covers all
+
+
 def select_fp8_spec(
     problem: AttentionProblem,
     fast: bool,
@@ -146,8 +155,5 @@ def select_fp8_spec(
     """The FP8 kernel for a validated problem, whose dtype is that of the output; ``dtype`` is that of the inputs.
     ``is_centered``: V is. ``config`` overrides the table's."""
     out_dtype, causal, features = DTYPES[problem.dtype], problem.mask.causal, features_of(problem)
-    for row in fp8_rows_of(features.window or features.ragged):
-        fits_dims = problem.head_dim <= row.head_dim and problem.head_dim_v <= row.head_dim_v
-        if fits_dims and (row.max_seqlen_k is None or problem.seqlen_k <= row.max_seqlen_k):
-            return row.spec(out_dtype, causal, fast, is_centered, config, features, dtype)
-    raise AssertionError(f"no row of FP8_TABLE covers {problem}")
+    row = fp8_row(problem.head_dim, problem.head_dim_v, problem.seqlen_k, features.window or features.ragged)
+    return row.spec(out_dtype, causal, fast, is_centered, config, features, dtype)

@@ -56,7 +56,7 @@ def _masks(features: Features) -> list[tuple[bool, bool]]:
 
 def forward_specs(features: Features = PLAIN) -> list[KernelSpec]:
     """Every kernel that ``heuristics.select_spec`` can choose for calls with exactly these features."""
-    return [
+    specs = (
         KernelSpec(
             dtype,
             row.head_dim,
@@ -68,7 +68,8 @@ def forward_specs(features: Features = PLAIN) -> list[KernelSpec]:
         for causal, _ in _masks(features)
         for row in rows_of(causal, features.window, features.ragged)
         for dtype in DTYPES.values()
-    ]
+    )
+    return list(dict.fromkeys(specs))  # features may make two rows one
 
 
 def backward_specs(features: Features = PLAIN) -> list[AnySpec]:

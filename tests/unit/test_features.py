@@ -239,12 +239,16 @@ def test_some_ragged_batches_are_short_whatever_their_longest_sequence(head_dim:
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (9, 9)}])
 def test_the_others_go_by_it(options: dict[str, Any]) -> None:
-    masked = bool(options)
     found = [select_row(ragged_problem(96, longest, **options)) for longest in (100, 5000)]
     assert found == [row for row in TILE_TABLE if row.head_dim == 96 and row.causal]
-    if not masked:
-        found = [select_row(ragged_problem(64, longest)) for longest in (100, 5000)]
-        assert found == [row for row in TILE_TABLE if row.head_dim == 64 and row.causal]
+
+
+@pytest.mark.parametrize("options", [{}, {"window_size": (9, 9)}])
+def test_at_head_dim_64_only_causal_batches_are_short_beyond_1k_keys(options: dict[str, Any]) -> None:
+    rows = [ragged_problem(64, longest, **options) for longest in (1024, 1025, 4096)]
+    assert [select_spec(one).config.tile_m for one in rows] == [128, 192, 192]
+    assert [select_spec(problem(64, n, causal=True)).config.tile_m for n in (4096, 4097)] == [128, 192]
+    assert select_spec(problem(64, 2048, window_size=(9, 0))).config.tile_m == 192
 
 
 def test_fp8_at_head_dim_128_goes_by_length_mean_and_mask() -> None:

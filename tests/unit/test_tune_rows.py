@@ -144,7 +144,7 @@ def test_all_rows_are_replaced_at_once_and_what_they_leave_is_named() -> None:
     new = {number: [row._replace(reason="measured")] for number, row in enumerate(TILE_TABLE)}
     source = replace_rows(SOURCE, "TILE_TABLE", TILE_TABLE, new)
     assert unused_names(SOURCE) == []
-    assert unused_names(source) == ["_D64_SHORT_REASON", "_D96_SHORT_REASON"]
+    assert unused_names(source) == ["_D64_SHORT_CAUSAL", "_D64_SHORT_REASON", "_D96_SHORT_REASON"]
 
 
 def test_a_source_of_another_form_is_refused() -> None:

@@ -11,7 +11,8 @@ import torch
 from flashhopper import flash_attn_fp8_func, flash_attn_func, quantize_fp8
 from flashhopper.bench.environment import describe_machine
 from flashhopper.bench.fp8 import fa3_call, first, per_head_e4m3
-from flashhopper.config import KEYS_PER_SCALE, QUERIES_PER_SCALE, ForwardConfig
+from flashhopper.config import KEYS_PER_SCALE, QUERIES_PER_SCALE
+from flashhopper.heuristics_fp8 import fp8_row
 from flashhopper.reference import attention
 from flashhopper.reference_fp8 import (
     E4M3,
@@ -102,7 +103,7 @@ def _raw_attention(tensors: Tensors, scales: Tensors) -> torch.Tensor:
     v_scale = scales[2][..., None].expand(*scales[2].shape, v.shape[3])
     whole = WHOLE_SEQUENCE, WHOLE_SEQUENCE, k.shape[1]
     mean = torch.zeros_like(v_scale)
-    return _emulated(Operands(q, k, transpose_values(v), q_scale, k_scale, v_scale, mean, *whole), two_level=True)
+    return _emulated(Operands(q, k, transpose_values(v), q_scale, k_scale, v_scale, mean, *whole), fast=False)
 
 
 def _ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fast: bool = False, **recipe: Any) -> torch.Tensor:
@@ -111,12 +112,15 @@ def _ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fast: bool = False,
     q8, k8, v8 = quantize_fp8(q, k, v, **recipe)
     scales = q8.scale, k8.scale, v8.scale, torch.zeros_like(v8.scale) if v8.mean is None else v8.mean
     rows = QUERIES_PER_SCALE, KEYS_PER_SCALE, k.shape[1]
-    return _emulated(Operands(q8.data, k8.data, v8.data, *scales, *rows), two_level=not fast)
+    operands = Operands(q8.data, k8.data, v8.data, *scales, *rows, is_centered=v8.mean is not None)
+    return _emulated(operands, fast)
 
 
-def _emulated(operands: Operands, two_level: bool) -> torch.Tensor:
+def _emulated(operands: Operands, fast: bool) -> torch.Tensor:
+    """By the configuration that the kernel would have."""
     head_dim, head_dim_v = operands.q.shape[3], operands.v.shape[2]
-    config = ForwardConfig(128, 128, two_level_columns=head_dim_v if two_level else 0)
+    row = fp8_row(head_dim, head_dim_v, operands.seqlen_k, window_or_ragged=False)
+    config = row.spec("bfloat16", False, fast, operands.is_centered).config
     return emulate_fp8_forward(operands, softmax_scale=head_dim**-0.5, causal=False, config=config)[0]
 
 

@@ -27,8 +27,8 @@ class Results(Protocol):
 
 @contextmanager
 def kept_if_cut_off(results: Results, path: Path) -> Iterator[None]:
-    """Write what has been measured, marked ``cut_off``, if the run is interrupted or ended by ``timeout``. Nothing is
-    written without a row."""
+    """Write what has been measured beside ``path``, to ``NAME.cut_off.json``, if the run is interrupted or ended by
+    ``timeout``. Nothing is written without a row."""
     from flashhopper.bench.results import write_json
 
     def interrupt(number: int, frame: object) -> None:
@@ -39,8 +39,9 @@ def kept_if_cut_off(results: Results, path: Path) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         if results.rows:
-            write_json(path, results.to_json() | {"cut_off": True})
-            print(f"cut off after {len(results.rows)} rows, which are in {path}", file=sys.stderr)
+            kept = path.with_suffix(".cut_off.json")
+            write_json(kept, results.to_json())
+            print(f"cut off after {len(results.rows)} rows, which are in {kept}", file=sys.stderr)
         raise
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -115,21 +115,24 @@ def bits_float(bits: Int32, *, loc: Any = None, ip: Any = None) -> Float32:
     return Float32(_asm(T.f32(), [Int32(bits).ir_value(loc=loc, ip=ip)], "mov.b32 $0, $1;", "=f,r", False, loc, ip))
 
 
+def exp2_text() -> str:
+    """The instructions of :func:`exp2_polynomial`: $0 of $1."""
+    linear, square, cubic = (f"0f{struct.unpack('>I', struct.pack('>f', value))[0]:08X}" for value in EXP2_CUBIC)
+    return f"""{{ .reg .f32 x, t, n, f, p; .reg .b32 e;
+        max.NaN.f32 x, $1, 0fC2FE0000; min.NaN.f32 x, x, 0f43000000;
+        add.rn.f32 t, x, 0f4B400000; sub.rn.f32 n, t, 0f4B400000; sub.rn.f32 f, x, n;
+        fma.rn.f32 p, f, {cubic}, {square}; fma.rn.f32 p, p, f, {linear}; fma.rn.f32 p, p, f, 0f3F800000;
+        mov.b32 e, t; shl.b32 e, e, 23; add.s32 e, e, 0x3F800000; mov.b32 n, e; mul.rn.f32 $0, p, n; }}"""
+
+
 @dsl_user_op
 def exp2_polynomial(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """2**x on the FMA units, with a relative error of 1e-4 (PTX ISA 9.7.3, floating-point instructions).
 
     Adding 0x1.8p23 rounds x to an integer, which becomes an exponent, and a cubic (minimax, with 1 at 0) covers the
-    rest, -0.5 to 0.5. Below -126 it is 2**-126, above 127.5 Inf; NaN stays NaN.
+    rest, -0.5 to 0.5. Below -126.5 it is 0, above 127.5 Inf; NaN stays NaN.
     """
-    text = """{ .reg .f32 x, t, n, f, p; .reg .b32 e;
-        max.NaN.f32 x, $1, 0fC2FC0000; min.NaN.f32 x, x, 0f43000000;
-        add.rn.f32 t, x, 0f4B400000; sub.rn.f32 n, t, 0f4B400000; sub.rn.f32 f, x, n;
-        fma.rn.f32 p, f, CUBIC, SQUARE; fma.rn.f32 p, p, f, LINEAR; fma.rn.f32 p, p, f, 0f3F800000;
-        mov.b32 e, t; shl.b32 e, e, 23; add.s32 e, e, 0x3F800000; mov.b32 n, e; mul.rn.f32 $0, p, n; }"""
-    for name, value in zip(("LINEAR", "SQUARE", "CUBIC"), EXP2_CUBIC, strict=True):
-        text = text.replace(name, f"0f{struct.unpack('>I', struct.pack('>f', value))[0]:08X}")
-    return Float32(_asm(T.f32(), [Float32(x).ir_value(loc=loc, ip=ip)], text, "=f,f", False, loc, ip))
+    return Float32(_asm(T.f32(), [Float32(x).ir_value(loc=loc, ip=ip)], exp2_text(), "=f,f", False, loc, ip))
 
 
 def _asm(result: Any, operands: list[Any], text: str, constraints: str, volatile: bool, loc: Any, ip: Any) -> Any:

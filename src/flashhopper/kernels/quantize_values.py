@@ -164,7 +164,7 @@ class QuantizeValuesKernel:
     @cute.jit
     def __call__(self, mV: cute.Tensor, mInverse: Any, mMean: Any, mData: cute.Tensor, sequences: Any, stream: Any):
         """``mV`` ``(batch, seqlen, heads, head_dim)``; ``mInverse`` and ``mMean`` fp32 ``(batch or sequences, heads,
-        head_dim)``, None with e4m3; ``mData`` FP8 ``(batch, heads, head_dim, slots)``, slots a multiple of 128."""
+        head_dim)``, None with FP8; ``mData`` FP8 ``(batch, heads, head_dim, slots)``, slots a multiple of 128."""
         num_ctas = cute.size(mData, mode=[0]) * cute.size(mData, mode=[1]) * (cute.size(mData, mode=[3]) // KEYS)
         self.kernel(mV, mInverse, mMean, mData, sequences).launch(
             grid=(num_ctas, 1, 1), block=(WARPS * WARP, 1, 1), stream=stream
@@ -272,7 +272,7 @@ def compile_value_scales(spec: ValueScalesSpec, options: str = "--enable-tvm-ffi
 
 
 def compile_quantize_values(spec: QuantizeValuesSpec, options: str = "--enable-tvm-ffi") -> Any:
-    """The result takes ``(v, inverse, mean, data, sequences)``, inverse and mean None with e4m3, on torch's current
+    """The result takes ``(v, inverse, mean, data, sequences)``, inverse and mean None with FP8, on torch's current
     stream."""
     batch, heads = (cute.sym_int() for _ in range(2))
     entries = cute.sym_int() if spec.ragged else batch

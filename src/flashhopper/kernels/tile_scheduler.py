@@ -12,7 +12,7 @@ from flashhopper.kernels.values import DynamicValues, ceil_div, maximum, minimum
 
 NO_TILE = -1  # also the m_block that tells the consumers to stop
 PAUSE = -2  # an m_block: whether anything follows depends on the verdict on the item at hand
-MANY_HEADS, MANY_KEYS = 2**12, 2**18  # their product has 32 bits, and L2 holds fewer keys
+MANY_HEADS, MANY_KEYS = 2**12, 2**18  # their product has 32 bits; of tiles of 64 columns L2 holds fewer
 L2_KV_BYTES = 32 << 20  # K and V of the heads worked on at a time: half of the H200's 60 MB of L2, the rest is Q, O
 
 
