@@ -163,7 +163,10 @@ class Machine:
             make_tensor=lambda pointer, layout: {},
         )
         ptx = SimpleNamespace(
-            atomic_increment=self.atomic_increment, atomic_increment_acq_rel=self.increment, vote_all=bool
+            draw_ticket=self.draw_ticket,
+            atomic_increment=self.increment,
+            atomic_increment_acq_rel=self.increment,
+            vote_all=bool,
         )
         plain = {
             "cute": cute,
@@ -184,9 +187,9 @@ class Machine:
         pointer.cells[pointer.index] += 1
         return int(pointer.target) - 1
 
-    def atomic_increment(self, pointer: Pointer) -> int:
+    def draw_ticket(self, pointer: Pointer) -> int:
         """The claim counter is shared with the other CTAs, which may come first."""
-        while pointer.index == 0 and self.random.random() < 0.3:
+        while self.random.random() < 0.3:
             self.other_claims.append(self.increment(pointer) + self.num_ctas)
         return self.increment(pointer)
 

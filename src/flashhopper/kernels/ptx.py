@@ -42,7 +42,13 @@ def bulk_store_wait() -> None:
 
 
 def atomic_increment(address: cute.Pointer) -> Int32:
-    """By lane 0: fetch and add 1, relaxed at GPU scope (PTX ISA 9.7.13.5, atom.relaxed.gpu.inc)."""
+    """Fetch and add 1, relaxed at GPU scope (PTX ISA 9.7.13.5, atom.relaxed.gpu.add)."""
+    return cute.arch.atomic_add(address, Int32(1), sem="relaxed", scope="gpu")
+
+
+def draw_ticket(address: cute.Pointer) -> Int32:
+    """By lane 0: fetch and add 1, relaxed at GPU scope, without waiting for the answer before it is used (PTX ISA
+    9.7.13.5, atom.relaxed.gpu.inc)."""
     return _increment_below_not_lane(Int64(address.toint()))
 
 

@@ -228,7 +228,7 @@ class TileScheduler:
         ticket = last
         if const_expr(self.kind == "dynamic"):
             if lane == 0:
-                ticket = ptx.atomic_increment(self.workspace.iterator)
+                ticket = ptx.draw_ticket(self.workspace.iterator)
         else:  # static; a single-tile CTA gets num_tiles = num_ctas here, which ends it
             ticket = last + self.num_ctas
         return ticket
