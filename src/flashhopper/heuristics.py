@@ -257,12 +257,17 @@ def as_short(rows: Sequence[Row], dims: Collection[tuple[int, int]]) -> tuple[Ro
     return tuple(dict.fromkeys(first.get(row[:2], row) for row in rows))
 
 
+def serves(row: Any, head_dim: int, head_dim_v: int, seqlen_k: int) -> bool:
+    """Whether a call's dims and keys are within a row's, which is one of ``as_short``'s kind."""
+    fits_dims: bool = head_dim <= row.head_dim and head_dim_v <= row.head_dim_v
+    return fits_dims and (row.max_seqlen_k is None or seqlen_k <= row.max_seqlen_k)
+
+
 def select_row(problem: AttentionProblem) -> TileRow:
     """The row of the table that serves a validated problem."""
     mask, is_ragged = problem.mask, problem.ragged is not None
     for row in rows_of(mask.causal, mask.window is not None, is_ragged):
-        fits_dims = problem.head_dim <= row.head_dim and problem.head_dim_v <= row.head_dim_v
-        if fits_dims and (row.max_seqlen_k is None or problem.seqlen_k <= row.max_seqlen_k):
+        if serves(row, problem.head_dim, problem.head_dim_v, problem.seqlen_k):
             return row
     raise AssertionError(f"no row of TILE_TABLE covers {problem}")  # validate() admits only what the last rows cover
 
