@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from flashhopper.config import (
     PLAIN,
@@ -22,8 +21,9 @@ from flashhopper.programs import Program
 
 class TileRow(NamedTuple):
     """Serves head dims up to ``head_dim`` and ``head_dim_v`` (TMA pads smaller ones with zeros) and, if it is set, key
-    sequences up to ``max_seqlen_k``. ``causal`` stands for every mask and for ragged batches, unless the row is
-    ``causal_only``."""
+    sequences up to ``max_seqlen_k``. ``causal`` stands for every mask and for ragged batches. ``exact``: the
+    configuration for dtypes whose softmax must be exact, if it is another: maxima and their shuffles cost the less the
+    longer the key blocks are."""
 
     head_dim: int
     head_dim_v: int
@@ -31,95 +31,141 @@ class TileRow(NamedTuple):
     max_seqlen_k: int | None
     config: ForwardConfig
     reason: str
-    causal_only: bool = False
+    exact: ForwardConfig | None = None
 
 
-def _rows(head_dim: int, head_dim_v: int, config: ForwardConfig, reason: str) -> tuple[TileRow, TileRow]:
-    """The same configuration with and without a causal mask, for any length."""
+def _rows(
+    head_dim: int,
+    head_dim_v: int,
+    config: ForwardConfig,
+    reason: str,
+    max_seqlen_k: int | None = None,
+    exact: ForwardConfig | None = None,
+) -> tuple[TileRow, TileRow]:
+    """The same configuration with and without a causal mask."""
+    masked = replace(config, group_waves=CAUSAL_WAVES)
+    masked_exact = None if exact is None else replace(exact, group_waves=CAUSAL_WAVES)
     return (
-        TileRow(head_dim, head_dim_v, False, None, config, reason),
-        TileRow(head_dim, head_dim_v, True, None, replace(config, group_waves=CAUSAL_WAVES), reason),
+        TileRow(head_dim, head_dim_v, False, max_seqlen_k, config, reason, exact),
+        TileRow(head_dim, head_dim_v, True, max_seqlen_k, masked, reason, masked_exact),
     )
 
 
 # Causal tiles differ in length, and more of them to choose from fill the last wave better: at d128, 2k keys 546 against
 # 526 TFLOPS with the 2 waves that keep reads from HBM even when tiles are alike.
 CAUSAL_WAVES = 8
+# Three warpgroups of 64 rows, or four, with short key blocks keep the tensor cores busier than two with long ones: two
+# fall into step, and while both are at their softmax nobody multiplies.
 _D64 = ForwardConfig(192, 128, num_stages=4)
-_D64_SHORT = ForwardConfig(128, 128, num_stages=4, num_q_stages=2, prefetch_scores=True)
-_D64_SHORT_CAUSAL = replace(_D64_SHORT, warpgroup_order="free", group_waves=CAUSAL_WAVES)
-_D64_SHORT_REASON = "up to 1k keys: 416 against 352 TFLOPS with 192 rows (512 keys), whose last tile is a third empty"
-_D96_SHORT = ForwardConfig(128, 128, num_stages=3, num_q_stages=2)
-_D96_SHORT_REASON = "up to 1k keys: 445 against 402 TFLOPS with 192 rows (512 keys), causal 295 to 290"
-_D128 = ForwardConfig(128, 128, num_stages=2, num_q_stages=2)
+_D64_FOUR = ForwardConfig(256, 64, num_stages=5, num_q_stages=2, prefetch_scores=True)
+_D64_TWO = ForwardConfig(128, 128, num_stages=4, num_q_stages=2, prefetch_scores=True)
+_D96_TWO = ForwardConfig(128, 128, num_stages=3, num_q_stages=2)
+_D96 = ForwardConfig(192, 96, num_stages=2, num_q_stages=2, warpgroup_order="ping_pong")
+_D96_TWO_REASON = "up to 1k keys: 445 against 402 TFLOPS with 192 rows (512 keys), causal 295 to 290"
+_D128 = ForwardConfig(192, 64, num_stages=4)
+_D128_EXACT = ForwardConfig(128, 128, num_stages=2, num_q_stages=2, softmax="exact")
+_D128_EXACT_REASON = "exact 631 and 583, causal 633 and 580 (192 rows of 64 keys 579 and 575, 588 and 559)"
+_D128_TWO = ForwardConfig(128, 64, num_stages=4, num_q_stages=2, prefetch_scores=True, warpgroup_order="free")
+_D128_TWO_REASON = (
+    "up to 1k keys: 539 and 605 TFLOPS at 512 and 1k keys, causal 348 and 487; 128 keys 526 and 595, 341 and 470; 192 "
+    "rows 508 and 601, 343 and 471"
+)
+
+_D192_128 = ForwardConfig(128, 128, num_stages=2, share_qo_smem=True)
+_D192 = ForwardConfig(128, 96, num_stages=2, share_qo_smem=True, warpgroup_order="ping_pong")
+_D192_128_SHORT = ForwardConfig(192, 64, num_stages=2, warpgroup_order="relay")
+_D192_128_SHORT_REASON = (
+    "462 and 670 TFLOPS at 512 and 2k keys, causal 327 and 547; 128 rows of 128 keys 456 and 650, 294 and 540, but at "
+    "16k 725 and 727 to 714 and 642"
+)
+_D192_SHORT = ForwardConfig(128, 64, num_stages=3, share_qo_smem=True, warpgroup_order="relay")
+_D192_SHORT_REASON = (
+    "524 and 714 TFLOPS at 512 and 2k keys, causal 340 and 614; 96 keys 491 and 672, 325 and 604, but at 16k 831 and "
+    "818 to 775 and 813"
+)
 
 # Searched in order; the first row that covers the problem's head dims and length is taken. Figures: H200, sustained.
 TILE_TABLE: tuple[TileRow, ...] = (
-    TileRow(64, 64, False, 1024, _D64_SHORT, _D64_SHORT_REASON),
     TileRow(
         64,
         64,
-        True,
-        1024,
-        _D64_SHORT_CAUSAL,
-        "at 1k keys 352 TFLOPS, staggered 310, 192 rows 308; at 512 keys 248, staggered 229 and with 64-key blocks 240",
-    ),
-    TileRow(
-        64,
-        64,
-        True,
+        False,
         4096,
-        _D64_SHORT_CAUSAL,
-        "441 and 484 TFLOPS at 2k and 4k keys, staggered 386 and 440, 192 rows 416 and 463; at 8k and 16k 497 and 499, "
-        "192 rows 505 and 512; without a mask ragged batches are slower (rows_of), windows have not been tried",
-        causal_only=True,
+        _D64_FOUR,
+        "up to 4k keys: 459, 500, 533 and 528 TFLOPS at 512, 1k, 2k and 4k keys; 192 rows of 128 keys 355, 421, 496 "
+        "and 508, 128 rows 405, 474, 508 and 510",
     ),
-    *_rows(64, 64, _D64, "at 8k keys 555 against 530 TFLOPS with 128 rows"),
-    TileRow(96, 96, False, 1024, _D96_SHORT, _D96_SHORT_REASON),
-    TileRow(96, 96, True, 1024, replace(_D96_SHORT, group_waves=CAUSAL_WAVES), _D96_SHORT_REASON),
-    *_rows(
+    TileRow(
+        64,
+        64,
+        False,
+        None,
+        replace(_D64, warpgroup_order="relay"),
+        "551, 568 and 571 TFLOPS at 8k, 16k and 32k keys, staggered 543, 558 and 565; 256 rows 542, 543 and 559; 128 "
+        "rows 521, 538 and 539",
+        _D64,
+    ),
+    TileRow(
+        64,
+        64,
+        True,
+        None,
+        replace(_D64_FOUR, group_waves=CAUSAL_WAVES),
+        "295, 385, 458, 514 and 567 TFLOPS at 512, 1k, 2k, 4k and 16k keys; one buffer of Q, in turns 281, 380, 452, "
+        "516 and 570; 192 rows 224, 298, 392, 460 and 552; 80 keys, which spill, 486 at 16k, 48 keys 509",
+    ),
+    *_rows(96, 96, _D96_TWO, _D96_TWO_REASON, 1024),
+    TileRow(
         96,
         96,
-        ForwardConfig(192, 96, num_stages=2, num_q_stages=2, warpgroup_order="ping_pong"),
-        "128 keys do not fit 160 registers; turns in every block: 646 against 560 TFLOPS at 8k keys, 611 to 589 causal",
+        False,
+        None,
+        ForwardConfig(192, 64, num_stages=4, warpgroup_order="relay"),
+        "671 and 624 TFLOPS at 16k and 2k keys, staggered 659 and 621; 80 keys 667 and 615; 96 keys 622 and 582",
+        _D96,
     ),
-    TileRow(128, 128, False, 512, _D128, "prefetched scores: 460 against 470 TFLOPS at 512 keys"),
+    TileRow(
+        96,
+        96,
+        True,
+        None,
+        replace(_D96, group_waves=CAUSAL_WAVES),
+        "633 and 514 TFLOPS at 16k and 2k keys; 64 keys 577 and 481; 128 keys do not fit 160 registers",
+    ),
+    *_rows(128, 128, _D128_TWO, _D128_TWO_REASON, 1024, _D128_EXACT),
     TileRow(
         128,
         128,
         False,
         None,
-        replace(_D128, prefetch_scores=True),
-        "672 against 650 TFLOPS without prefetch at 8k keys",
-    ),
-    TileRow(
-        128,
-        128,
-        True,
-        2048,
-        replace(_D128, group_waves=CAUSAL_WAVES),
-        "two buffers of Q: 332, 465 and 568 TFLOPS at 512, 1k and 2k keys; Q in registers, with one: 311, 436 and 550",
+        replace(_D128, warpgroup_order="relay"),
+        "736, 684 and 668 TFLOPS at 16k, 4k and 2k keys, staggered 728, 685 and 672; 80 keys 1 to 6 % less; 128 rows "
+        "of 128 keys 689, 657 and 631, of 64 keys 677, 616 and 620; with Q in registers 497 at 16k; "
+        + _D128_EXACT_REASON,
+        _D128_EXACT,
     ),
     TileRow(
         128,
         128,
         True,
         None,
-        ForwardConfig(128, 128, num_stages=2, q_in_registers=True, group_waves=CAUSAL_WAVES),
-        "Q in registers: 702 TFLOPS at 16k keys and 611 at 4k, from shared memory 660 and 588, but in another run 687 "
-        "to 679 at 16k and 552 to 542 at 2k; 160 keys with O in Q's buffer: 690 at 16k and 579 at 4k; 112 and 96 keys "
-        "are 5 % slower at 8k",
+        replace(_D128, warpgroup_order="free", group_waves=CAUSAL_WAVES),
+        "739, 680 and 597 TFLOPS at 16k, 4k and 2k keys, staggered 734, 674 and 592; 128 rows of 128 keys with Q in "
+        "registers 707, 642 and 558; two buffers of Q 734, 602 and 553; " + _D128_EXACT_REASON,
+        replace(_D128_EXACT, group_waves=CAUSAL_WAVES),
     ),
+    *_rows(192, 128, _D192_128_SHORT, _D192_128_SHORT_REASON, 2048, _D192_128),
     *_rows(
         192,
         128,
-        ForwardConfig(128, 128, num_stages=2, share_qo_smem=True),
+        _D192_128,
         "96 and 112 keys: 697 and 692 TFLOPS to 711 at 8k keys; turns in every block: 713",
     ),
+    *_rows(192, 192, _D192_SHORT, _D192_SHORT_REASON, 2048, _D192),
     *_rows(
         192,
         192,
-        ForwardConfig(128, 96, num_stages=2, share_qo_smem=True, warpgroup_order="ping_pong"),
+        _D192,
         "112 keys, which would fill shared memory: 718 against 722 TFLOPS at 8k keys, causal 702 to 705",
     ),
     *_rows(
@@ -233,40 +279,20 @@ def features_of(
 
 
 @cache
-def rows_of(causal: bool, window: bool, ragged: bool) -> tuple[TileRow, ...]:
-    """The rows of the table that serve a kind of mask, searched in order.
-
-    Some ragged batches take those for short sequences whatever their longest one: 16 sequences of 2k keys (and lengths
-    up to 4k) at head_dim 128 572 (570) TFLOPS causal and 613 (618) without a mask, with the rows for long ones 552
-    (556) and 605 (610); at head_dim 64 430 (442) against 403 (427) causal, but 489 (469) against 510 (496) without.
-    """
-    rows = [row for row in TILE_TABLE if row.causal == (causal or window or ragged)]
-    if not causal:
-        rows = [row for row in rows if not row.causal_only]
-    if ragged and not window:
-        return as_short(rows, {(64, 64), (128, 128)} if causal else {(128, 128)})
-    return tuple(rows)
-
-
-Row = TypeVar("Row", bound=Any)  # with head_dim, head_dim_v and max_seqlen_k
-
-
-def as_short(rows: Sequence[Row], dims: Collection[tuple[int, int]]) -> tuple[Row, ...]:
-    """Of the rows for these head dims only the first, which is for short sequences, without its limit."""
-    first = {row[:2]: row._replace(max_seqlen_k=None) for row in reversed(rows) if row[:2] in dims}
-    return tuple(dict.fromkeys(first.get(row[:2], row) for row in rows))
+def rows_of(is_masked: bool) -> tuple[TileRow, ...]:
+    """The rows of the table for problems with a mask or ragged batches, or for the others, searched in order."""
+    return tuple(row for row in TILE_TABLE if row.causal == is_masked)
 
 
 def serves(row: Any, head_dim: int, head_dim_v: int, seqlen_k: int) -> bool:
-    """Whether a call's dims and keys are within a row's, which is one of ``as_short``'s kind."""
+    """Whether a call's dims and keys are within those of a row of a forward table."""
     fits_dims: bool = head_dim <= row.head_dim and head_dim_v <= row.head_dim_v
     return fits_dims and (row.max_seqlen_k is None or seqlen_k <= row.max_seqlen_k)
 
 
 def select_row(problem: AttentionProblem) -> TileRow:
     """The row of the table that serves a validated problem."""
-    mask, is_ragged = problem.mask, problem.ragged is not None
-    for row in rows_of(mask.causal, mask.window is not None, is_ragged):
+    for row in rows_of(is_masked(problem)):
         if serves(row, problem.head_dim, problem.head_dim_v, problem.seqlen_k):
             return row
     raise AssertionError(f"no row of TILE_TABLE covers {problem}")  # validate() admits only what the last rows cover
@@ -287,36 +313,49 @@ def forward_config(row: TileRow, dtype: Dtype, features: Features = PLAIN) -> Fo
     """The row's configuration with what the dtype and the kernel's features ask for, without what they exclude.
 
     Softcap's tanh and exp2 share one unit, which is as busy then as the tensor cores: warpgroups that drift apart use
-    it best. With head_dim 128, lazy softmax and a causal mask 561 TFLOPS at 16k keys and 476 at 2k, staggered 506 and
-    431, in turns 546 and 460; exact softmax in turns 529 and 445, staggered 460 and 397 (H200). At head_dim 64 that
-    unit is the limit, and every other exp2 as a polynomial is faster: 397 TFLOPS at 16k keys and 321 at 2k, without 354
-    and 301, 3 of 8 366 and 302, 5 of 8 4 % less; 128 rows 347 and 301. At head_dim 128 it is slower: 2 of 8 506 to 540.
+    it best, and exponentials as polynomials take some of its work. Head_dim 128, causal, 16k and 2k keys: 576 and 499
+    TFLOPS with one in eight, 555 and 487 without, two in eight 7 % less; 128 rows of 128 keys 524 and 452. At head_dim
+    64 that unit is the limit: 401 and 310 with every other one, 354 and 301 without, 256 rows 369 and 323.
+
+    256 rows at head_dim 64: windows of 128, 512 to both sides and 1k are 47, 21 and 22 % faster than with 192, and
+    slower in any order but ``free``; ragged batches are 1 to 4 % faster without prefetched scores than with them.
     """
-    config = for_dtype(row.config, dtype)
     if features.has_mods:
-        return with_mods(config, row.head_dim)
-    if features.softcap and (row.head_dim, row.head_dim_v) == (128, 128):
-        if config.softmax == "exact":
-            config = replace(config, warpgroup_order="ping_pong")
-        else:
-            free = replace(_D128, prefetch_scores=True, warpgroup_order="free")
-            config = replace(free, group_waves=config.group_waves)
-    if features.softcap and (row.head_dim, row.head_dim_v) == (64, 64):
-        if features.alibi:  # with 192 rows 4 to 60 registers spill
-            config = replace(_D64_SHORT, softmax=config.softmax, group_waves=config.group_waves)
-        elif config.softmax == "lazy":
-            config = replace(_D64, group_waves=config.group_waves, exp2_on_fma=4)
-    return replace(config, prefetch_scores=False) if features.window else config
+        return with_mods(row)
+    config, dims = for_dtype(row, dtype), (row.head_dim, row.head_dim_v)
+    is_lazy = config.softmax == "lazy"
+
+    def capped(base: ForwardConfig) -> ForwardConfig:
+        return replace(base, softmax=config.softmax, group_waves=config.group_waves)
+
+    if features.softcap and dims == (128, 128):
+        config = replace(capped(_D128), warpgroup_order="free", exp2_on_fma=1 if is_lazy else 0)
+    elif features.softcap and dims == (64, 64):
+        # With ALiBi too 4 to 60 registers of 192 rows spill.
+        exp2_on_fma = 4 if is_lazy and not features.alibi else 0
+        config = replace(capped(_D64_TWO if features.alibi else _D64), exp2_on_fma=exp2_on_fma)
+    elif features.alibi and dims == (64, 64):
+        config = capped(_D64)  # with a window too 1 register of 256 rows spills
+    elif features.window and config.num_consumer_warpgroups == 4:
+        config = replace(config, warpgroup_order="free")
+    keeps_prefetch = not features.window and not (features.ragged and config.num_consumer_warpgroups == 4)
+    return replace(config, prefetch_scores=config.prefetch_scores and keeps_prefetch)
 
 
-def with_mods(config: ForwardConfig, head_dim: int) -> ForwardConfig:
-    """For users' functions: every block is masked, and what they compute, and above all load, takes registers. With
-    these tiles none of those in tests/compile spills; not searched."""
-    tile_n = 96 if head_dim <= 128 else 64
-    if config.num_consumer_warpgroups == 3:  # 160 registers each; with 2 there are 232
-        smaller = _D64_SHORT if head_dim == 64 else _D96_SHORT
-        config = replace(smaller, group_waves=config.group_waves)
-    return replace(config, tile_n=tile_n, softmax="exact", prefetch_scores=False, q_in_registers=False)
+# 128 rows, so that a consumer has 232 registers: users' functions take them, above all if they load.
+_WITH_MODS = {
+    64: ForwardConfig(128, 96, num_stages=4, num_q_stages=2, softmax="exact"),
+    96: ForwardConfig(128, 96, num_stages=3, num_q_stages=2, softmax="exact"),
+    128: ForwardConfig(128, 96, num_stages=2, num_q_stages=2, softmax="exact"),
+}
+
+
+def with_mods(row: TileRow) -> ForwardConfig:
+    """For users' functions, which leave every block masked. None of those in tests/compile spills; not searched."""
+    if row.head_dim in _WITH_MODS:
+        return replace(_WITH_MODS[row.head_dim], group_waves=row.config.group_waves)
+    base = row.exact or row.config  # of 128 rows in either case
+    return replace(base, tile_n=64, softmax="exact", prefetch_scores=False)
 
 
 def select_backward_row(problem: AttentionProblem) -> BackwardRow:
@@ -355,6 +394,6 @@ def with_fewer_registers(row: BackwardRow, features: Features) -> BackwardConfig
     return row.config
 
 
-def for_dtype(config: ForwardConfig, dtype: Dtype) -> ForwardConfig:
+def for_dtype(row: TileRow, dtype: Dtype) -> ForwardConfig:
     """float16 ends at 65504, so that its P needs the true row maximum."""
-    return replace(config, softmax="exact") if dtype == "float16" else config
+    return replace(row.exact or row.config, softmax="exact") if dtype == "float16" else row.config

@@ -6,20 +6,18 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from flashhopper.config import E4M3, PLAIN, Dtype, Features, ForwardConfig, KernelSpec
-from flashhopper.heuristics import CAUSAL_WAVES, as_short, features_of, serves
+from flashhopper.heuristics import CAUSAL_WAVES, features_of, serves
 from flashhopper.problem import DTYPES, AttentionProblem
 
 
 class Fp8Row(NamedTuple):
     """Serves FP8 inputs of head dims up to ``head_dim`` and ``head_dim_v`` and, if it is set, key sequences up to
-    ``max_seqlen_k``: with two levels of accumulation, without a mask and with a causal one, and with
-    ``fp8_accumulate="fast"``. If V is centred two levels are ``centered``: what has been summed up after 2048 keys is
-    small then, and O need not be flushed before."""
+    ``max_seqlen_k``: with two levels of accumulation and with ``fp8_accumulate="fast"``. If V is centred two levels are
+    ``centered``: what has been summed up after 2048 keys is small then, and O need not be flushed before."""
 
     head_dim: int
     head_dim_v: int
     two_level: ForwardConfig
-    two_level_causal: ForwardConfig
     fast: ForwardConfig
     reason: str
     centered: ForwardConfig | None = None
@@ -38,7 +36,7 @@ class Fp8Row(NamedTuple):
         """The kernel for an output type, a mask, features and an input type; ``config`` overrides the row's."""
         if config is None:
             is_masked = causal or features.window or features.ragged
-            config = self.fast if fast else self.two_level_causal if is_masked else self.two_level
+            config = self.fast if fast else self.two_level
             if is_centered and not fast and self.centered is not None:
                 config = self.centered
             config = replace(config, group_waves=CAUSAL_WAVES) if is_masked else config
@@ -50,67 +48,59 @@ class Fp8Row(NamedTuple):
         return KernelSpec(dtype, self.head_dim, self.head_dim_v, causal, config, features, out_dtype)
 
 
-_FP8_D96 = ForwardConfig(128, 128, num_stages=4, num_q_stages=2, prefetch_scores=True, warpgroup_order="free")
-_FP8_D128_SHORT = replace(_FP8_D96, num_stages=3)
-_FP8_D128 = ForwardConfig(192, 64, num_stages=4)
+_FP8_D64 = ForwardConfig(192, 128, num_stages=4, q_in_registers=True, warpgroup_order="relay")
+_FP8_TWO = ForwardConfig(128, 128, num_stages=3, num_q_stages=2, prefetch_scores=True, warpgroup_order="free")
+_FP8_D96 = ForwardConfig(192, 128, num_stages=3, warpgroup_order="relay")
+_FP8_D128 = ForwardConfig(192, 64, num_stages=4, q_in_registers=True, warpgroup_order="relay")
 _FP8_D192 = ForwardConfig(128, 128, num_stages=2, warpgroup_order="ping_pong")
-_FP8_D256 = ForwardConfig(128, 64, num_stages=2, warpgroup_order="ping_pong", wide_producer=True)
+_FP8_D256 = ForwardConfig(128, 64, num_stages=2, q_in_registers=True, warpgroup_order="ping_pong")
+_FP8_D256_SHORT = replace(_FP8_D256, q_in_registers=False, wide_producer=True)
 
-# Searched in order. Two levels take registers for another O, or shared memory for one: by columns where the former
-# suffice, by flushing where they do not. Figures: H200, TFLOPS at 16k and 2k keys, bursts of 6 to 20 launches.
+# Searched in order. Two levels take registers for another O, or shared memory for one: by columns, which is more exact,
+# where the former suffice and V is not centred, else by flushing. Figures: H200, TFLOPS, sustained.
 FP8_TABLE: tuple[Fp8Row, ...] = (
     Fp8Row(
         64,
         64,
-        ForwardConfig(192, 128, num_stages=4, flush_blocks=8),
-        ForwardConfig(192, 128, num_stages=4, flush_blocks=8),
-        ForwardConfig(192, 128, num_stages=4),
-        "706 and 606, causal 687 and 496; by columns 742 and 636, but then 6 registers spill (if causal 7); 128 rows "
-        "by columns 631 and 548, causal 630 and 474; flushed every 32 blocks 2 to 3 % faster than every 8",
-        centered=ForwardConfig(192, 128, num_stages=4, flush_blocks=16),
+        replace(_FP8_D64, flush_blocks=8),
+        _FP8_D64,
+        "V centred 727 and 671 at 16k and 4k keys, causal 719 and 606; Q from shared memory 728 and 679, 709 and 599, "
+        "and staggered 724 and 654, 698 and 591; 64 keys 598 at 16k; four warpgroups of 64 keys 683 and 674, causal "
+        "709 and 627; one exp2 in eight as a polynomial 703; fast 758 and 695, causal 738 and 619",
+        centered=replace(_FP8_D64, flush_blocks=16),
     ),
     Fp8Row(
         96,
         96,
-        replace(_FP8_D96, two_level_columns=96),
-        replace(_FP8_D96, two_level_columns=96),
-        _FP8_D96,
-        "not searched",
+        replace(_FP8_TWO, two_level_columns=96),
+        replace(_FP8_D96, num_stages=4),
+        "V centred 925 and 870 at 16k and 2k keys, causal 866 and 678; 64 keys 808 and 778, 781 and 644; 128 rows by "
+        "columns 762 and 712, 797 and 613; fast 947 and 872, causal 894 and 672",
+        centered=replace(_FP8_D96, flush_blocks=16),
     ),
     Fp8Row(
         128,
         128,
-        replace(_FP8_D128_SHORT, two_level_columns=128),
-        replace(_FP8_D128_SHORT, two_level_columns=128),
-        _FP8_D128_SHORT,
-        "192 rows leave a third of the last tile empty at 512 keys, two at 1k; 911 and 873, causal 904 and 716; "
-        "staggered 863 and 832, 895 and 682; turns in every block 872 and 850; exact softmax 748 and 765; flushed 835 "
-        "and 780",
-        max_seqlen_k=1024,
-    ),
-    Fp8Row(
-        128,
-        128,
-        replace(_FP8_D128_SHORT, two_level_columns=128),
-        replace(_FP8_D128_SHORT, two_level_columns=128),
-        replace(_FP8_D128, num_stages=5, warpgroup_order="free"),
-        "V centred, three warpgroups, flushed every 32 blocks 944 and 888 (causal at 2k 742), free 906 and 875 (746), "
-        "in turns 934 and 881 (745), with two buffers of Q 810 and 786; two by columns 905 and 819 (694); fast 976 and "
-        "892 (749), two warpgroups 968 and 866 (693), three with 128 keys, which spill, 851 and 770",
+        replace(_FP8_TWO, two_level_columns=128),
+        replace(_FP8_D128, num_stages=5),
+        "V centred 994, 972 and 746 at 16k, 4k and 1k keys, causal 1019, 899 and 555; staggered 926, 931 and 708, "
+        "1003, 901 and 555; Q from shared memory, staggered 957, 944 and 724, 961, 873 and 553; flushed every 16 "
+        "blocks 963, 940 and 746; 128 rows of 128 keys by columns 905 and 819 at 16k and 2k; fast 1028, 991 and 760, "
+        "causal 1042, 916 and 557",
         centered=replace(_FP8_D128, flush_blocks=32),
     ),
     Fp8Row(
         192,
         128,
-        ForwardConfig(128, 128, num_stages=3, two_level_columns=128, wide_producer=True),
         ForwardConfig(128, 128, num_stages=3, two_level_columns=128),
-        ForwardConfig(128, 128, num_stages=3),
-        "as head_dim 128, in what shared memory is left; not searched",
+        replace(_FP8_D128, num_stages=5),
+        "V centred 1057 and 982 at 16k and 2k keys, causal 1119 and 804; 128 rows of 128 keys by columns 996 and 870, "
+        "1114 and 760; fast 1096 and 998, causal 1160 and 823",
+        centered=replace(_FP8_D128, flush_blocks=32),
     ),
     Fp8Row(
         192,
         192,
-        replace(_FP8_D192, flush_blocks=8),
         replace(_FP8_D192, flush_blocks=8),
         _FP8_D192,
         "1130 and 1011, free 1073 and 1018, in chunks of 64 columns 929 and 843",
@@ -119,25 +109,29 @@ FP8_TABLE: tuple[Fp8Row, ...] = (
     Fp8Row(
         256,
         256,
+        replace(_FP8_D256_SHORT, flush_blocks=16),
+        replace(_FP8_D256_SHORT, num_stages=3),
+        "up to 1k keys: V centred 708 and 917 at 512 and 1k keys, causal 419 and 629; with Q in registers 663 and 894, "
+        "392 and 603",
+        centered=replace(_FP8_D256_SHORT, flush_blocks=32),
+        max_seqlen_k=1024,
+    ),
+    Fp8Row(
+        256,
+        256,
         replace(_FP8_D256, flush_blocks=16),
-        replace(_FP8_D256, flush_blocks=16),
-        replace(_FP8_D256, num_stages=3),
-        "1097 and 1029, every 32 blocks 1137 and 1074; in chunks of 64 columns 873 and 740; fast 1359 and 1097, "
-        "staggered 1160 and 992; 128 keys spill even with one level; every 32 blocks 5 % faster than every 16 at 16k",
+        replace(_FP8_D256, num_stages=3, warpgroup_order="free"),
+        "V centred 1195 and 1142 at 16k and 4k keys, causal 1165 and 1023; free 1141 and 1131, staggered 1140 and "
+        "1117; Q from shared memory 1097 and 1071, 1113 and 1000; fast 1260 and 1194, causal 1230 and 1053; in turns "
+        "1248 and 1174; 128 keys spill even with one level",
         centered=replace(_FP8_D256, flush_blocks=32),
     ),
 )
 
 
-def fp8_rows_of(window_or_ragged: bool) -> tuple[Fp8Row, ...]:
-    """The rows of the table that serve dense calls without a window, or the others, searched in order. Three warpgroups
-    at head_dim 128 have been tried with neither windows nor ragged batches: those take the row for short sequences."""
-    return as_short(FP8_TABLE, {(128, 128)}) if window_or_ragged else FP8_TABLE
-
-
-def fp8_row(head_dim: int, head_dim_v: int, seqlen_k: int, window_or_ragged: bool) -> Fp8Row:
+def fp8_row(head_dim: int, head_dim_v: int, seqlen_k: int) -> Fp8Row:
     """The row that serves a call."""
-    for row in fp8_rows_of(window_or_ragged):
+    for row in FP8_TABLE:
         if serves(row, head_dim, head_dim_v, seqlen_k):
             return row
     raise AssertionError(f"no row of FP8_TABLE covers head dims {head_dim} and {head_dim_v}")  # the last covers all
@@ -153,5 +147,5 @@ def select_fp8_spec(
     """The FP8 kernel for a validated problem, whose dtype is that of the output; ``dtype`` is that of the inputs.
     ``is_centered``: V is. ``config`` overrides the table's."""
     out_dtype, causal, features = DTYPES[problem.dtype], problem.mask.causal, features_of(problem)
-    row = fp8_row(problem.head_dim, problem.head_dim_v, problem.seqlen_k, features.window or features.ragged)
+    row = fp8_row(problem.head_dim, problem.head_dim_v, problem.seqlen_k)
     return row.spec(out_dtype, causal, fast, is_centered, config, features, dtype)

@@ -32,7 +32,7 @@ from flashhopper.heuristics import (
     rows_of,
     with_fewer_registers,
 )
-from flashhopper.heuristics_fp8 import FP8_TABLE, fp8_rows_of
+from flashhopper.heuristics_fp8 import FP8_TABLE
 from flashhopper.problem import DTYPES
 
 
@@ -65,8 +65,8 @@ def forward_specs(features: Features = PLAIN) -> list[KernelSpec]:
             forward_config(row, dtype, features),
             features,
         )
-        for causal, _ in _masks(features)
-        for row in rows_of(causal, features.window, features.ragged)
+        for causal, is_masked in _masks(features)
+        for row in rows_of(is_masked)
         for dtype in DTYPES.values()
     )
     return list(dict.fromkeys(specs))  # features may make two rows one
@@ -106,7 +106,7 @@ def fp8_specs(features: Features = PLAIN, dtype: Dtype = E4M3) -> list[KernelSpe
     """Every kernel that ``heuristics_fp8.select_fp8_spec`` can choose for exactly these features and this type."""
     return [
         row.spec(out_dtype, causal, fast, is_centered, features=features, dtype=dtype)
-        for row in fp8_rows_of(features.window or features.ragged)
+        for row in FP8_TABLE
         for out_dtype in DTYPES.values()
         for causal, _ in _masks(features)
         for fast in (False, True)

@@ -13,6 +13,7 @@ from flashhopper.heuristics import TILE_TABLE
 
 D64 = ForwardConfig(192, 128, num_stages=4)
 D64_SHORT = ForwardConfig(128, 128, num_stages=4, num_q_stages=2, prefetch_scores=True)
+D64_FOUR = ForwardConfig(256, 64, num_stages=6)
 D128 = ForwardConfig(128, 128, num_stages=2, num_q_stages=2)
 
 
@@ -32,6 +33,11 @@ EXTRA_SPECS: dict[str, KernelSpec] = {
     "free": _spec(D64, 64, True, warpgroup_order="free"),
     "ping_pong_of_2": _spec(D128, 128, False, warpgroup_order="ping_pong"),
     "ping_pong_of_3": _spec(D64, 64, True, warpgroup_order="ping_pong"),
+    "ping_pong_of_4": _spec(D64_FOUR, 64, True, warpgroup_order="ping_pong"),
+    "relay_of_2": _spec(D128, 128, True, warpgroup_order="relay"),
+    "relay_of_3": _spec(D64, 64, True, warpgroup_order="relay"),
+    "relay_of_4": _spec(D64_FOUR, 64, True, warpgroup_order="relay"),
+    "prefetch_in_relay": _spec(D64_SHORT, 64, True, warpgroup_order="relay"),
     "no_overlap": _spec(D128, 128, True, overlap_gemm_softmax=False),
     "one_loop": _spec(D128, 128, True, split_masked_loop=False, softmax="exact"),
     "prefetch_in_turns": _spec(D64_SHORT, 64, True, warpgroup_order="ping_pong"),

@@ -20,7 +20,7 @@ from flashhopper.problem import AttentionProblem
 SWITCHES = {
     "scheduler": {"single", "static", "dynamic"},
     "softmax": {"exact", "lazy"},
-    "warpgroup_order": {"free", "stagger", "ping_pong"},
+    "warpgroup_order": {"free", "stagger", "ping_pong", "relay"},
 }
 
 SHAPES = [
@@ -41,7 +41,7 @@ def test_every_switch_is_covered() -> None:
         expected = {False, True} if isinstance(field.default, bool) else SWITCHES.get(field.name, set())
         assert expected <= found, field.name
     assert {1, 2} <= {spec.config.num_stages for spec in specs}
-    assert {64, 128, 192} == {spec.config.tile_m for spec in specs}
+    assert {64, 128, 192, 256} == {spec.config.tile_m for spec in specs}
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
 import torch
-from tolerance import assert_close_on_average
+from tolerance import assert_close_on_average, root_mean_square
 
 from flashhopper.integrations.transformers import attention, register
 
 transformers = pytest.importorskip("transformers", minversion="4.57", reason="transformers is not installed")
+FEW = 64  # elements whose root mean square error is mostly luck
 SIZES = {
     "vocab_size": 199,
     "hidden_size": 512,
@@ -75,8 +77,19 @@ def test_logits_and_gradients(name: str, padded: bool) -> None:
     mine = logits_and_gradients(model, "flashhopper", batch)
     low = logits_and_gradients(model, "eager", batch)
     expected = logits_and_gradients(wide, "eager", batch)
-    for x, ref, same_math in zip(mine, expected, low, strict=True):
+    several = [group for group in zip(mine, expected, low, strict=True) if group[1].numel() >= FEW]
+    few = [group for group in zip(mine, expected, low, strict=True) if group[1].numel() < FEW]
+    if few:
+        several.append(tuple(torch.cat(parts) for parts in zip(*map(of_similar_size, few), strict=True)))
+    for x, ref, same_math in several:
         assert_close_on_average(x, ref, same_math, factor=2)
+
+
+def of_similar_size(group: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """A gradient of a few elements, whose error is that of a few numbers, made ready to be compared together with
+    others: times a power of two, which rounds nothing."""
+    _, exponent = math.frexp(root_mean_square(group[1]))
+    return [tensor.flatten() * 2.0**-exponent for tensor in group]
 
 
 @pytest.mark.parametrize("name", ["Llama", "Llama 4"])

@@ -56,7 +56,7 @@ def test_smem_bytes_of_one_byte_elements_is_half_beside_the_barriers_and_the_16_
 
 @pytest.mark.parametrize(
     "tile_m, groups, threads, entry, producer, consumer",
-    [(64, 1, 256, 248, 56, 248), (128, 2, 384, 168, 40, 232), (192, 3, 512, 128, 32, 160)],
+    [(64, 1, 256, 248, 56, 248), (128, 2, 384, 168, 40, 232), (192, 3, 512, 128, 32, 160), (256, 4, 640, 96, 32, 112)],
 )
 def test_registers(tile_m: int, groups: int, threads: int, entry: int, producer: int, consumer: int) -> None:
     config = ForwardConfig(tile_m, 64)
@@ -103,9 +103,10 @@ def test_feasible(config: ForwardConfig, head_dim: int, head_dim_v: int) -> None
 
 
 INFEASIBLE = [
-    (ForwardConfig(0, 128), 64, "tile_m=0 must be 64, 128 or 192"),
-    (ForwardConfig(100, 128), 64, "tile_m=100 must be 64, 128 or 192"),
-    (ForwardConfig(256, 64), 64, "tile_m=256 must be 64, 128 or 192"),  # its register sum once hung the card
+    (ForwardConfig(0, 128), 64, "tile_m=0 must be 64, 128, 192 or 256"),
+    (ForwardConfig(100, 128), 64, "tile_m=100 must be 64, 128, 192 or 256"),
+    (ForwardConfig(320, 64), 64, "tile_m=320 must be 64, 128, 192 or 256"),
+    (ForwardConfig(256, 96), 64, "S, P, O and Q take 104 of 112 registers"),
     (ForwardConfig(128, 8), 64, "tile_n=8 must be a multiple of 16 from 16 to 256"),
     (ForwardConfig(128, 100), 64, "tile_n=100 must be a multiple of 16 from 16 to 256"),
     (ForwardConfig(128, 272), 64, "tile_n=272 must be a multiple of 16 from 16 to 256"),
@@ -178,7 +179,7 @@ def test_whatever_passes_fits_the_card(
     ring = 2 * num_stages * tile_n * (head_dim + head_dim_v)
     assert ring + 2 * tile_m * head_dim < SMEM_BYTES_PER_CTA
     assert 128 * producer + 2 * tile_m * consumer <= entry * (128 + 2 * tile_m) <= REGISTER_FILE
-    assert tile_m in (64, 128, 192)
+    assert tile_m in (64, 128, 192, 256)
     assert tile_n in range(16, 257, 16)
 
 
@@ -271,7 +272,7 @@ def test_spec_refuses_what_cannot_run() -> None:
         ({"config": replace(D128, two_level_columns=96)}, "two_level_columns=96 must be a multiple of 8 that divides"),
         ({"config": replace(D128, flush_blocks=12)}, "flush_blocks=12 must be a power of two or 0"),
         ({"config": replace(D128, flush_blocks=8, two_level_columns=64)}, "flush_blocks=8 goes with tma_store, not"),
-        ({"config": replace(D128, q_in_registers=True)}, "FP8 kernels read Q from shared memory and overlap"),
+        ({"config": replace(D128, overlap_gemm_softmax=False)}, "FP8 kernels overlap: no separate GEMMs"),
         (
             {"head_dim": 256, "head_dim_v": 256, "config": ForwardConfig(128, 64, two_level_columns=128)},
             "S, P, O and Q take 232 of 232 registers, at least 16 must be left",

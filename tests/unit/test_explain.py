@@ -14,7 +14,7 @@ from flashhopper.cli import build_parser, doctor, main
 from flashhopper.cli.explain import SMS, explain, problem_of
 from flashhopper.config import BackwardSpec, ForwardConfig
 from flashhopper.device import hopper_multiprocessors
-from flashhopper.heuristics import BACKWARD_TABLE, TILE_TABLE
+from flashhopper.heuristics import BACKWARD_TABLE, TILE_TABLE, select_row
 from flashhopper.problem import TensorFacts
 
 
@@ -24,8 +24,9 @@ def problem(*arguments: str) -> Any:
 
 CALLS = [
     (),
-    ("--causal", "--seqlen", "512", "--head-dim", "64"),
-    ("--causal", "--seqlen", "513", "--head-dim", "64", "--deterministic"),
+    ("--seqlen", "4096", "--head-dim", "64"),
+    ("--causal", "--seqlen", "1024"),
+    ("--causal", "--seqlen", "1025", "--deterministic"),
     (
         "--dtype",
         "float16",
@@ -72,14 +73,14 @@ def test_the_choice_is_the_launchers(arguments: tuple[str, ...], sms: int, monke
 
 
 def test_tiles_against_the_number_of_multiprocessors() -> None:
-    """2 x 16 heads of 2048 queries and of 1000: 128 rows a tile."""
+    """2 x 16 heads of 2048 queries, 192 rows a tile, and 12 heads of 1000, 128 rows."""
     found = {sms: explain(problem("--batch", "2", "--seqlen", "2048"), sms)[0] for sms in SMS.values()}
     assert {sms: (x.num_tiles, round(x.waves, 2)) for sms, x in found.items()} == {
-        132: (512, 3.88),
-        114: (512, 4.49),
-        78: (512, 6.56),
+        132: (352, 2.67),
+        114: (352, 3.09),
+        78: (352, 4.51),
     }
-    assert "tiles alike would keep them 90 % busy" in found[114].balance  # 512 of 5 x 114
+    assert "tiles alike would keep them 77 % busy" in found[114].balance  # 352 of 4 x 114
     few = explain(problem("--heads", "12", "--heads-k", "3", "--seqlen", "1000", "--sm-margin", "2"), 132)
     assert [x.num_tiles for x in few] == [8 * 12, 8 * 3]
     assert "34 of 130 are idle" in few[0].balance
@@ -88,22 +89,32 @@ def test_tiles_against_the_number_of_multiprocessors() -> None:
 
 def test_what_dtype_and_features_change_is_said() -> None:
     forward, backward = explain(problem("--dtype", "float16", "--softcap", "30"), 132)
-    assert forward.changed == {"softmax": "exact", "warpgroup_order": "ping_pong"}
+    assert forward.changed == {"softmax": "exact", "warpgroup_order": "free"}
     assert isinstance(backward.spec, BackwardSpec)
     assert backward.changed["split"] == "operands"
     forward, backward = explain(problem(), 132)
     assert (forward.changed, backward.changed) == ({}, {})
 
 
+def test_what_a_row_has_for_exact_softmax_is_said() -> None:
+    asked = problem("--dtype", "float16")
+    row, forward = select_row(asked), explain(asked, 132)[0]
+    assert row.exact is not None
+    assert forward.config == row.exact
+    assert forward.changed["softmax"] == "exact"
+    assert forward.changed["tile_n"] == row.exact.tile_n
+
+
 def test_the_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(doctor, "find_cards", lambda: (doctor.Card(0, "NVIDIA H20", (9, 0), 78, 95.0),))
-    assert main(["doctor", "--explain", "--causal", "--seqlen", "2048", "--dtype", "float16"]) == 0
+    assert main(["doctor", "--explain", "--causal", "--seqlen", "1024", "--dtype", "float16"]) == 0
     out = capsys.readouterr().out
     for line in (
         "  kernel         fwd_float16_d128x128_causal_128x128",
-        "  row            TILE_TABLE, head dims up to 128 and 128, masked, keys up to 2048",
-        "  not as the row softmax=exact: for this dtype or these features",
-        "  tiles          256 tiles of 128 queries on 78 SMs: 3.28 each; tiles alike would keep them 82 % busy",
+        "  row            TILE_TABLE, head dims up to 128 and 128, masked, keys up to 1024",
+        "  not as the row tile_n=128, num_stages=2, softmax=exact, warpgroup_order=stagger, prefetch_scores=False: "
+        "for this dtype or these features",
+        "  tiles          128 tiles of 128 queries on 78 SMs: 1.64 each; tiles alike would keep them 82 % busy",
     ):
         assert f"{line}\n" in out
     assert main(["doctor", "--explain", "--json", "--sms", "114"]) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,16 +13,27 @@ from hypothesis import given as draw
 from hypothesis import strategies as st
 from row_by_row import sees
 
-from flashhopper.config import FP8_FEATURES, FP8_MAX_EXPONENT, BackwardSpec, ConfigError, Features, KernelSpec
+from flashhopper.config import (
+    FP8_FEATURES,
+    FP8_MAX_EXPONENT,
+    BackwardSpec,
+    ConfigError,
+    Features,
+    ForwardConfig,
+    KernelSpec,
+)
 from flashhopper.heuristics import (
     BACKWARD_TABLE,
+    CAUSAL_WAVES,
     TILE_TABLE,
+    TileRow,
     features_of,
+    forward_config,
     select_backward_spec,
     select_row,
     select_spec,
 )
-from flashhopper.heuristics_fp8 import FP8_TABLE, select_fp8_spec
+from flashhopper.heuristics_fp8 import FP8_TABLE, Fp8Row, select_fp8_spec
 from flashhopper.kernel_list import all_specs, backward_specs, forward_specs, fp8_specs, quantize_specs
 from flashhopper.launch import LOG2_E, SMALLEST_SCALE, UNBOUNDED, Given, KernelScales, given, kernel_window
 from flashhopper.launch_backward import Saved, _gradients_without_pairs
@@ -230,47 +242,127 @@ def ragged_problem(head_dim: int, longest: int, **options: Any) -> AttentionProb
     return AttentionProblem(facts, facts, facts, AttentionOptions(**options), ragged)
 
 
-@pytest.mark.parametrize("head_dim, causal", [(64, True), (128, True), (128, False)])
-def test_some_ragged_batches_are_short_whatever_their_longest_sequence(head_dim: int, causal: bool) -> None:
-    found = {select_spec(ragged_problem(head_dim, longest, causal=causal)) for longest in (100, 5000)}
-    assert len(found) == 1
-    assert found.pop() in forward_specs(Features(ragged=True))
-
-
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (9, 9)}])
-def test_the_others_go_by_it(options: dict[str, Any]) -> None:
-    found = [select_row(ragged_problem(96, longest, **options)) for longest in (100, 5000)]
-    assert found == [row for row in TILE_TABLE if row.head_dim == 96 and row.causal]
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_ragged_batches_take_the_rows_of_masks_by_their_longest_sequence(
+    head_dim: int, options: dict[str, Any]
+) -> None:
+    rows = [row for row in TILE_TABLE if row[:3] == (head_dim, head_dim, True)]
+    limits = [row.max_seqlen_k for row in rows if row.max_seqlen_k is not None]
+    assert len(limits) == len(rows) - 1
+    for longest in (100, *limits, *(limit + 1 for limit in limits), 5000):
+        asked = ragged_problem(head_dim, longest, **options)
+        assert select_row(asked) is rows[sum(longest > limit for limit in limits)]
+        spec = select_spec(asked)
+        assert spec.features.ragged
+        assert spec in forward_specs(spec.features)
 
 
-@pytest.mark.parametrize("options", [{}, {"window_size": (9, 9)}])
-def test_at_head_dim_64_only_causal_batches_are_short_beyond_1k_keys(options: dict[str, Any]) -> None:
-    rows = [ragged_problem(64, longest, **options) for longest in (1024, 1025, 4096)]
-    assert [select_spec(one).config.tile_m for one in rows] == [128, 192, 192]
-    assert [select_spec(problem(64, n, causal=True)).config.tile_m for n in (4096, 4097)] == [128, 192]
-    assert select_spec(problem(64, 2048, window_size=(9, 0))).config.tile_m == 192
+@pytest.mark.parametrize("seqlen, causal", [(2048, False), (2048, True), (16384, True)])
+def test_four_warpgroups_prefetch_scores_only_of_dense_calls_without_a_window(seqlen: int, causal: bool) -> None:
+    """And are in no order with a window."""
+    plain = select_spec(problem(64, seqlen, causal=causal)).config
+    assert (plain.num_consumer_warpgroups, plain.prefetch_scores) == (4, True)
+    ragged = select_spec(ragged_problem(64, seqlen, causal=causal)).config
+    assert ragged == replace(plain, prefetch_scores=False, group_waves=CAUSAL_WAVES)
+    for one in (problem, ragged_problem):
+        for options in ({"window_size": (9, 9)}, {"attention_chunk": 64}):
+            config = select_spec(one(64, seqlen, causal=causal, **options)).config
+            assert config == replace(ragged, warpgroup_order="free")
 
 
-def test_fp8_at_head_dim_128_goes_by_length_mean_and_mask() -> None:
-    """Raw values may have a mean, of which only columns of a block at a time lose nothing."""
-
-    def rows(one: AttentionProblem, is_centered: bool) -> int:
-        config = select_fp8_spec(one, False, is_centered).config
-        assert (config.tile_m == 192) == (config.flush_blocks > 0) == (config.two_level_columns == 0)
-        return config.tile_m
-
-    assert [rows(problem(128, seqlen), True) for seqlen in (1024, 1025)] == [128, 192]
-    assert [rows(problem(128, seqlen), False) for seqlen in (1024, 1025)] == [128, 128]
-    for options in ({"window_size": (64, 0)}, {"attention_chunk": 64}):
-        assert rows(problem(128, 4096, **options), True) == 128
-    assert rows(ragged_problem(128, 4096), True) == 128
+@pytest.mark.parametrize("causal", [False, True])
+def test_fewer_warpgroups_prefetch_scores_of_ragged_batches_too(causal: bool) -> None:
+    row = select_row(problem(128, 512, causal=True))
+    assert (row.config.num_consumer_warpgroups, row.config.prefetch_scores) == (2, True)
+    assert select_spec(ragged_problem(128, 512, causal=causal)).config == row.config
+    window = select_spec(problem(128, 512, causal=causal, window_size=(9, 9))).config
+    assert window == replace(row.config, prefetch_scores=False)
 
 
-def test_half_of_the_exponentials_of_capped_scores_run_on_the_fma_units() -> None:
-    capped = {d: select_spec(problem(d, softcap=20.0, causal=True)).config.exp2_on_fma for d in (64, 96, 128)}
-    assert capped == {64: 4, 96: 0, 128: 0}
-    assert select_spec(problem(64, dtype=torch.float16, softcap=20.0)).config.exp2_on_fma == 0
-    assert select_spec(problem(64, causal=True)).config.exp2_on_fma == 0
+@pytest.mark.parametrize("row", TILE_TABLE, ids=lambda row: f"{row.head_dim}-{row.head_dim_v}-{row.max_seqlen_k}")
+def test_float16_takes_what_a_row_has_for_exact_softmax(row: TileRow) -> None:
+    exact = replace(row.config if row.exact is None else row.exact, softmax="exact")
+    assert row.config.softmax == "lazy"
+    assert forward_config(row, "float16") == exact
+    assert forward_config(row, "bfloat16") == row.config
+    assert exact.group_waves == row.config.group_waves
+
+
+def fp8_config(one: AttentionProblem, is_centered: bool = False, fast: bool = False) -> ForwardConfig:
+    return select_fp8_spec(one, fast, is_centered).config
+
+
+MASKED: list[dict[str, Any]] = [{"causal": True}, {"window_size": (64, 0)}, {"attention_chunk": 64}]
+
+
+@pytest.mark.parametrize("seqlen", [512, 1024, 1025, 4096])
+def test_fp8_at_head_dim_128_goes_by_the_mean_alone(seqlen: int) -> None:
+    """Raw values may have one, of which only columns of a block at a time lose nothing."""
+    for options in ({}, *MASKED):
+        for one in (problem(128, seqlen, **options), ragged_problem(128, seqlen, **options)):
+            raw, centered, fast = fp8_config(one), fp8_config(one, True), fp8_config(one, fast=True)
+            assert (raw.tile_m, raw.two_level_columns, raw.flush_blocks) == (128, 128, 0)
+            assert (centered.tile_m, centered.tile_n, centered.q_in_registers) == (192, 64, True)
+            assert (centered.two_level_columns, centered.flush_blocks) == (0, 32)
+            assert (fast.tile_m, fast.tile_n, fast.q_in_registers, fast.two_level) == (192, 64, True, False)
+            is_masked = bool(options) or one.ragged is not None
+            waves = CAUSAL_WAVES if is_masked else ForwardConfig(192, 64).group_waves
+            assert {config.group_waves for config in (raw, centered, fast)} == {waves}
+
+
+@pytest.mark.parametrize("row", FP8_TABLE, ids=lambda row: f"{row.head_dim}-{row.head_dim_v}-{row.max_seqlen_k}")
+def test_fp8_of_a_raw_v_is_by_columns_or_flushed_more_often(row: Fp8Row) -> None:
+    assert row.centered is not None
+    assert row.centered.flush_blocks > 0
+    assert not row.fast.two_level
+    if row.two_level.flush_blocks > 0:
+        assert row.two_level.flush_blocks < row.centered.flush_blocks
+        assert replace(row.two_level, flush_blocks=row.centered.flush_blocks) == row.centered
+    else:
+        assert row.two_level.two_level_columns == row.head_dim_v
+    for is_centered, config in ((False, row.two_level), (True, row.centered)):
+        assert row.spec("bfloat16", False, False, is_centered).config == config
+        assert row.spec("bfloat16", True, False, is_centered).config == replace(config, group_waves=CAUSAL_WAVES)
+
+
+def test_fp8_at_head_dim_256_has_q_in_shared_memory_up_to_1k_keys() -> None:
+    for options in ({}, *MASKED):
+        for is_centered, fast in itertools.product((False, True), repeat=2):
+            for make in (problem, ragged_problem):
+                short, long = (fp8_config(make(256, seqlen, **options), is_centered, fast) for seqlen in (1024, 1025))
+                assert (short.q_in_registers, long.q_in_registers) == (False, True)
+    plain, causal = (fp8_config(problem(256, 1024, causal=causal)) for causal in (False, True))
+    assert plain.wide_producer
+    assert causal.wide_producer
+    for one in (problem(256, 1024, window_size=(64, 0)), ragged_problem(256, 1024)):
+        assert not fp8_config(one).wide_producer
+
+
+CAPPED = {64: (192, 128), 128: (192, 64)}
+
+
+@pytest.mark.parametrize("head_dim", list(CAPPED))
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seqlen", [512, 8192])
+def test_capped_scores_have_tiles_of_their_own(head_dim: int, causal: bool, seqlen: int) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        row = select_row(problem(head_dim, seqlen, causal=causal))
+        config = select_spec(problem(head_dim, seqlen, dtype, softcap=20.0, causal=causal)).config
+        assert (config.tile_m, config.tile_n) == CAPPED[head_dim]
+        assert config.softmax == ("exact" if dtype is torch.float16 else "lazy")
+        assert config.group_waves == row.config.group_waves
+        assert not config.prefetch_scores
+        assert head_dim == 64 or config.warpgroup_order == "free"
+
+
+def test_some_exponentials_of_capped_scores_run_on_the_fma_units() -> None:
+    for causal in (False, True):
+        found = {d: select_spec(problem(d, softcap=20.0, causal=causal)).config.exp2_on_fma for d in (64, 96, 128)}
+        assert found == {64: 4, 96: 0, 128: 1}
+    for head_dim in (64, 128):
+        assert select_spec(problem(head_dim, dtype=torch.float16, softcap=20.0)).config.exp2_on_fma == 0
+        assert select_spec(problem(head_dim, causal=True)).config.exp2_on_fma == 0
 
 
 def test_capped_scores_with_slopes_have_tiles_of_128_rows_at_head_dim_64() -> None:

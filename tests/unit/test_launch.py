@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flashhopper import device, launch, tma_view
+from flashhopper.heuristics import TILE_TABLE
 from flashhopper.options import AttentionOptions
 from flashhopper.problem import AttentionProblem, TensorFacts
 
@@ -54,7 +55,8 @@ def test_sm_margin_must_leave_a_multiprocessor(monkeypatch: pytest.MonkeyPatch) 
 
 def test_tiles_are_counted_in_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "NVIDIA H200", 9, 0)
-    with pytest.raises(ValueError, match=f"{2**31} tiles of 128 rows; at most {2**31 - 2**16} are accepted"):
+    rows = TILE_TABLE[0].config.tile_m  # of head_dim 64
+    with pytest.raises(ValueError, match=f"{2**31} tiles of {rows} rows; at most {2**31 - 2**16} are accepted"):
         plan_on_card(batch=2**15, heads=2**16)
 
 

@@ -11,6 +11,8 @@ from posed_card import PosedCard, pose
 
 from flashhopper import flash_attn_func, flash_attn_varlen_func, launch, launch_backward, launch_schedule, plan_key
 from flashhopper.config import BackwardSpec, KernelSpec, PostprocessSpec, PreprocessSpec, ScheduleSpec
+from flashhopper.heuristics import TILE_TABLE
+from flashhopper.heuristics_fp8 import FP8_TABLE
 from flashhopper.launch import TMA_ALIGNMENT
 from flashhopper.reference import attention
 
@@ -198,7 +200,8 @@ def test_new_lengths_are_no_new_plan(card: PosedCard) -> None:
 
 def test_lengths_between_which_something_differs_are_another_plan(card: PosedCard) -> None:
     q, lengths = packed(9), cu(0, 4, 9)
-    limits = (512, 1024, 2048, 4096)  # of the rows of the tile table
+    limits = sorted({row.max_seqlen_k for row in (*TILE_TABLE, *FP8_TABLE) if row.max_seqlen_k is not None})
+    assert len(limits) > 1
     for longest in (5, *limits, *(limit + 1 for limit in limits), 10**6):
         flash_attn_varlen_func(q, q, q, lengths, lengths, longest, longest)
     assert len(launch._plans) == len(limits) + 1

@@ -33,6 +33,7 @@ from flashhopper.kernels.turns import SLOTS, turn_barrier
 Blocked = Callable[[], bool]
 Consumer = Generator[Blocked, None, None]
 
+EVERY_BLOCK = ("ping_pong", "relay")
 DISTRUSTING_WARPS = 3  # of those that judge an untrusted tile
 
 
@@ -222,6 +223,8 @@ class Machine:
         self.cta = Cta(spec, rings, scheduler, (self.seqlen_q, self.seqlen_k, 1), features)  # type: ignore[arg-type]
         self.cta.initialise_barriers()
         groups = range(config.num_consumer_warpgroups)
+        if self.spec.config.warpgroup_order in EVERY_BLOCK:
+            self.turns[turn_barrier(0, 0)] = 1  # by the last warpgroup
         self.consumers = [self.consumer(index) for index in groups]
         self.blocked = {index: next(consumer) for index, consumer in enumerate(self.consumers)}
         Producer(self.cta, (AnyTile(), AnyTile(), AnyTile())).run()  # type: ignore[arg-type]
@@ -242,7 +245,11 @@ class Machine:
             _, visited, left_over = self.blocks(index, m_block)
             for _ in range(visited - 1):
                 yield self.full(self.cta.k_ring, k)
+                yield from self.await_block(index)
                 yield self.full(self.cta.v_ring, v)
+                if config.warpgroup_order == "relay":
+                    yield go_on
+                self.pass_block(index)
                 self.release(self.cta.k_ring, k, WARPS_PER_WARPGROUP)
                 yield go_on
                 self.release(self.cta.v_ring, v, WARPS_PER_WARPGROUP)
@@ -259,12 +266,14 @@ class Machine:
                 is_issued = m_block_ahead >= 0 and self.blocks(index, m_block_ahead)[0] == 0
                 if is_issued:
                     yield from self.await_turn(index, following)
+                    yield from self.await_block(index)
                     yield self.full(self.cta.k_ring, k)
+                    self.pass_block(index)
                     self.pass_turn(index, following)
             yield go_on
             self.release(self.cta.v_ring, v, WARPS_PER_WARPGROUP)
             v = v.next()
-            k, v = yield from self.skip(left_over, k, v)
+            k, v = yield from self.skip(index, left_over, k, v)
             if self.cta.may_fail:
                 self.judge(index, item, (m_block, head, batch), exact)
             elif index == 0:
@@ -292,11 +301,13 @@ class Machine:
         own = self.cta.key_blocks(first_row + ROWS_PER_WARPGROUP * index, ROWS_PER_WARPGROUP, lengths)  # type: ignore[arg-type]
         return loaded.end - own.end, own.num_blocks, own.first - loaded.first
 
-    def skip(self, count: int, k: RingState, v: RingState) -> Any:
+    def skip(self, index: int, count: int, k: RingState, v: RingState) -> Any:
         """Blocks that only other warpgroups see."""
         for _ in range(count):
             yield self.full(self.cta.k_ring, k)
             self.release(self.cta.k_ring, k, WARPS_PER_WARPGROUP)
+            yield from self.await_block(index)
+            self.pass_block(index)
             yield self.full(self.cta.v_ring, v)
             self.release(self.cta.v_ring, v, WARPS_PER_WARPGROUP)
             k, v = k.next(), v.next()
@@ -307,11 +318,13 @@ class Machine:
         if skipped > 0:
             yield from self.await_turn(index, q)
             self.pass_turn(index, q)
-        k, v = yield from self.skip(skipped, k, v)
+        k, v = yield from self.skip(index, skipped, k, v)
         yield self.full(self.cta.k_ring, k)
         if skipped == 0:
             yield from self.await_turn(index, q)
+        yield from self.await_block(index)
         yield go_on
+        self.pass_block(index)
         if skipped == 0:
             self.pass_turn(index, q)
         self.release(self.cta.k_ring, k, WARPS_PER_WARPGROUP)
@@ -328,6 +341,20 @@ class Machine:
         config = self.spec.config
         if config.warpgroup_order == "stagger" and index < config.num_consumer_warpgroups - 1:
             barrier = turn_barrier(index + 1, q.stage)
+            self.turns[barrier] += 1
+            assert self.turns[barrier] == 1, "a turn passed twice completes the barrier without its waiter"
+
+    def await_block(self, index: int) -> Consumer:
+        """A turn in every block, of those that the warpgroup skips too."""
+        if self.spec.config.warpgroup_order in EVERY_BLOCK:
+            barrier = turn_barrier(index, 0)
+            yield lambda: self.turns[barrier] > 0
+            self.turns[barrier] -= 1
+
+    def pass_block(self, index: int) -> None:
+        config = self.spec.config
+        if config.warpgroup_order in EVERY_BLOCK:
+            barrier = turn_barrier((index + 1) % config.num_consumer_warpgroups, 0)
             self.turns[barrier] += 1
             assert self.turns[barrier] == 1, "a turn passed twice completes the barrier without its waiter"
 
@@ -358,7 +385,8 @@ TABLE = [spec for spec in forward_specs() if spec.dtype == "bfloat16"]
 def variants() -> Iterator[tuple[str, KernelSpec]]:
     """The table's pipelines under each scheduler and softmax, and the smallest there is."""
     smallest = ForwardConfig(64, 128, num_stages=1)
-    bases = [*TABLE, KernelSpec("bfloat16", 64, 64, True, smallest)]
+    largest = ForwardConfig(256, 64, num_stages=2, warpgroup_order="relay")
+    bases = [*TABLE, *(KernelSpec("bfloat16", 64, 64, True, config) for config in (smallest, largest))]
     for index, base in enumerate(bases):
         for scheduler in ("single", "static", "dynamic"):
             for softmax in ("exact", "lazy"):
@@ -368,10 +396,10 @@ def variants() -> Iterator[tuple[str, KernelSpec]]:
 
 def test_named_barriers_are_distinct() -> None:
     """Per consumer warpgroup: a turn for each slot and the epilogue's; 0 is the CTA's, 15 the last there is."""
-    warpgroups = range(3)
+    warpgroups = range(4)
     turns = [turn_barrier(warpgroup, slot) for warpgroup in warpgroups for slot in range(SLOTS)]
     numbers = [*turns, *(NamedBarrier.EPILOGUE + warpgroup for warpgroup in warpgroups)]
-    assert sorted(map(int, numbers)) == list(range(1, 10))
+    assert sorted(map(int, numbers)) == list(range(1, 13))
 
 
 VARIANTS = dict(variants())

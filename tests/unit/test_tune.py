@@ -13,7 +13,7 @@ import pytest
 from bench_fakes import FakeClock, rendered
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tune_fakes import BEST, LONG, SHORT, cost_of, fake_tuning
+from tune_fakes import BASE, BEST, LONG, SHORT, cost_of, fake_tuning
 
 from flashhopper.bench import report, timing
 from flashhopper.bench.configs import DEFAULT, AnyConfig, config_text, main_spec, problem_of
@@ -72,7 +72,9 @@ def test_halving_finds_the_fastest_and_spends_little_on_the_slow(tuned: Callable
     assert finding.best is not None
     assert finding.best.config == BEST
     assert finding.base.gain == (1.0, 0.0)
-    assert finding.best.gain.value == pytest.approx(1.2 + 0.128)
+    gain = cost_of(BASE, LONG[0].s)
+    assert gain > 1.2
+    assert finding.best.gain.value == pytest.approx(gain)
     assert len(finding.standings) == 5
     assert [one.gain.value for one in finding.standings] == sorted(
         (x.gain.value for x in finding.standings), reverse=True
@@ -84,10 +86,10 @@ def test_halving_finds_the_fastest_and_spends_little_on_the_slow(tuned: Callable
     names = {row.variant for row in results.rows}
     assert len(results.rows) == 2 * len(names) == 2 * len(finding.of.configs), "each once in each shape"
     ratios = {row.variant: row.ratio for row in results.rows}
-    assert ratios[config_text(BEST)] == 1.328
+    assert ratios[config_text(BEST)] == round(gain, 4)
     json.dumps(results.to_json(), allow_nan=False)
     text = rendered(report.finding_table(finding))
-    assert "1.328 ±0.000" in text
+    assert f"{gain:.3f} ±0.000" in text
     assert "1.000 ±0.000" in text
 
 
@@ -95,13 +97,13 @@ def test_a_wrong_or_failing_configuration_is_out_and_an_error(tuned: Callable[..
     def fails_late(config: AnyConfig, length: int) -> float:
         if config == BEST and length == 8192:
             raise RuntimeError("misaligned address")
-        if config.tile_m == 192:
+        if config.tile_m == 128:
             raise RuntimeError("no such tile")
         return cost_of(config, length)
 
     results, _, _ = tuned(LONG, fails_late)
     (finding,) = results.findings
-    assert all(one.config not in (BEST,) and one.config.tile_m < 192 for one in finding.standings)
+    assert all(one.config != BEST and one.config.tile_m != 128 for one in finding.standings)
     assert any("misaligned address" in error for error in results.errors)
     assert any("no such tile" in error for error in results.errors)
 
@@ -119,7 +121,7 @@ def test_without_the_rows_own_kernel_nothing_is_found(tuned: Callable[..., Any])
     assert any(error.startswith(DEFAULT) and "broken" in error for error in results.errors)
 
 
-@pytest.mark.parametrize("budget", [2.0, 5.0, 20.0])
+@pytest.mark.parametrize("budget", [3.0, 5.0, 20.0])
 def test_the_budget_is_kept(tuned: Callable[..., Any], budget: float) -> None:
     results, clock, _ = tuned(SHORT + LONG, cost_of, budget=budget)
     assert clock.now() < 1.25 * budget
@@ -130,7 +132,7 @@ def test_a_budget_too_small_says_what_it_did_not_reach(tuned: Callable[..., Any]
     results, _, _ = tuned(SHORT + LONG, lambda config, length: 500.0, budget=60.0)
     assert [finding.of.cells for finding in results.findings] == [tuple(SHORT)]
     reasons = {entry["where"]: entry["reason"] for entry in results.skipped}
-    assert reasons["TILE_TABLE d128 causal, keys up to 2k"].startswith("the budget ended after 1 of ")
+    assert reasons["TILE_TABLE d128 causal, keys up to 1k"].startswith("the budget ended after 1 of ")
     assert reasons["TILE_TABLE d128 causal"].startswith("the budget had ended: a larger --budget-seconds")
     assert len(results.errors) == 1
 

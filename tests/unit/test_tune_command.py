@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from bench_fakes import FakeClock
-from tune_fakes import BEST, CLEAN, LONG, SHORT, cost_of, fake_tuning
+from tune_fakes import BASE, BEST, CLEAN, LONG, SHORT, cost_of, fake_tuning
 
 from flashhopper import heuristics, inspect_kernel
 from flashhopper.bench import environment, grid, timing, tune
-from flashhopper.bench.configs import config_text
+from flashhopper.bench.configs import config_text, main_spec, problem_of
 from flashhopper.bench.findings import length_classes
+from flashhopper.bench.grid import Cell
 from flashhopper.bench.passes import FORWARD
 from flashhopper.bench.search import neighbours
 from flashhopper.bench.table_rows import row_source
@@ -25,7 +26,7 @@ from flashhopper.bench.tune import TuneResults, TuneRun
 from flashhopper.cli import main, warmup
 from flashhopper.cli import tune as cli
 from flashhopper.cli.arguments import CANNOT_RUN
-from flashhopper.heuristics import BACKWARD_TABLE, TILE_TABLE
+from flashhopper.heuristics import BACKWARD_TABLE, TILE_TABLE, select_row
 from flashhopper.inspect_kernel import PtxasReport
 
 SOURCE = inspect.getsource(heuristics)
@@ -82,14 +83,14 @@ def test_dry_run_lists_what_would_be_compiled(no_gpu: None, capsys: pytest.Captu
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
-    """A compiler that finds spills in tiles of 144 keys; the specs it was given."""
+    """A compiler that finds spills in tiles of 112 keys; the specs it was given."""
     monkeypatch.setenv("FLASHHOPPER_CACHE_DIR", str(tmp_path / "kernels"))
     specs: list[Any] = []
 
     def report_of(spec: Any) -> PtxasReport | None:
         if spec not in specs:
             return None
-        return CLEAN._replace(spill_bytes=4) if getattr(spec.config, "tile_n", 0) == 144 else CLEAN
+        return CLEAN._replace(spill_bytes=4) if getattr(spec.config, "tile_n", 0) == 112 else CLEAN
 
     def compile_in_process(todo: Any, jobs: int, worker: Any, on_done: Any) -> None:
         for spec in todo:
@@ -113,7 +114,8 @@ def test_compile_only_compiles_each_kernel_once(
     assert compiled == specs
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"{len(specs)} compiled, 0 already there in ")
-    spilled = [config_text(spec.config) for spec in specs if spec.config.tile_n == 144]
+    spilled = [config_text(spec.config) for spec in specs if spec.config.tile_n == 112]
+    assert spilled
     assert lines[1:] == [
         f"left out: {name}: TILE_TABLE d128 causal: 4 bytes spill, 0 bytes of stack" for name in spilled
     ]
@@ -123,8 +125,9 @@ def test_compile_only_compiles_each_kernel_once(
 
 def test_the_backwards_companions_are_compiled_too(no_gpu: None, compiled: list[Any]) -> None:
     assert main(["tune", "--pass", "backward", "--mask", "full", "--seqlen", "4k", "--compile-only"]) == 0
+    forward = main_spec(FORWARD, problem_of(Cell.of("bfloat16", 128, False, 4096)))
     names = [spec.name for spec in compiled[-3:]]
-    assert names == ["fwd_bfloat16_d128x128_full_128x128", "bwd_pre_bfloat16_d128x128", "bwd_post_bfloat16_d128"]
+    assert names == [forward.name, "bwd_pre_bfloat16_d128x128", "bwd_post_bfloat16_d128"]
 
 
 def test_a_cache_that_cannot_be_written_to_is_said(
@@ -157,16 +160,18 @@ def test_the_whole_command(
     monkeypatch.setattr(tune, "describe_machine", lambda: {"device": "NVIDIA H200"})
     monkeypatch.setattr(tune, "TuneRun", functools.partial(TuneRun, device="cpu"))
     assert main([*ARGUMENTS, "--budget-seconds", "10", *(["--write"] if write else [])]) == 0
-    base, tflops = TILE_TABLE[-7], LONG[0].flop / 1e9
-    assert (base.head_dim, base.causal, base.max_seqlen_k) == (128, True, None)
+    base, tflops = select_row(problem_of(LONG[0])), LONG[0].flop / 1e9
+    assert (base.head_dim, base.causal, base.max_seqlen_k, base.config) == (128, True, None, BASE)
     captured = capsys.readouterr()
     out = captured.out
     printed = out[out.index("TileRow(") : out.index("wrote ")].rstrip().removesuffix(",")
     row = eval(printed, vars(heuristics))
     assert printed == row_source(row)
-    assert row.reason.startswith(f"{tflops:.0f} and {4 * tflops:.0f} TFLOPS at 4k and 8k keys; 128×128: ")
+    assert row.reason.startswith(
+        f"{tflops:.0f} and {4 * tflops:.0f} TFLOPS at 4k and 8k keys; {BASE.tile_m}×{BASE.tile_n}: "
+    )
     assert row == base._replace(config=BEST, reason=row.reason)
-    assert "left out: 128x144:" in out
+    assert "left out: 128x112:" in out
     data = json.loads((tmp_path / cli.RESULTS / "tune_forward_d128.json").read_text())
     assert data["findings"][0]["best"] == config_text(BEST)
     assert data["findings"][0]["new_row"] == row_source(row)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import subprocess
 import sys
 from typing import Any
@@ -15,13 +16,14 @@ from tune_fakes import ROWS, backward_configs, forward_configs
 
 from flashhopper import heuristics
 from flashhopper.bench import BenchError, findings
-from flashhopper.bench.configs import DEFAULT, AnyConfig
+from flashhopper.bench.configs import DEFAULT, AnyConfig, config_text
 from flashhopper.bench.findings import Finding, LengthClass, Standing, length_classes
 from flashhopper.bench.grid import Cell
 from flashhopper.bench.passes import BACKWARD, FORWARD
 from flashhopper.bench.table_rows import AnyRow, replace_rows, row_source, unused_names
 from flashhopper.bench.variants import Ratio, rows_of
-from flashhopper.heuristics import BACKWARD_TABLE, TILE_TABLE, BackwardRow
+from flashhopper.config import ForwardConfig
+from flashhopper.heuristics import BACKWARD_TABLE, TILE_TABLE, BackwardRow, TileRow
 
 SOURCE = inspect.getsource(heuristics)
 
@@ -42,41 +44,54 @@ def made_up_finding(one: LengthClass, milliseconds: dict[str, list[float]]) -> F
     return Finding(one, tuple(sorted(standings, key=lambda standing: -standing.gain.value)))
 
 
-def test_float16_is_searched_with_the_exact_softmax() -> None:
-    (one,) = length_classes([Cell.of("float16", 128, False, 4096)], FORWARD)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_float16_is_searched_with_the_exact_softmax(head_dim: int) -> None:
+    """From where its row has another configuration for that."""
+    (one,) = length_classes([Cell.of("float16", head_dim, False, 4096)], FORWARD)
+    assert isinstance(one.row, TileRow)
     assert {spec.dtype for spec in one.specs.values()} == {"float16"}
     assert {getattr(config, "softmax", None) for config in one.configs.values()} == {"exact"}
-    finding = made_up_finding(one, {DEFAULT: [1.0], "128x112:q_stages=2,softmax=exact,prefetch=on": [0.5]})
-    row = finding.row(findings.TABLE_CARD)
-    assert row is not None
-    assert row.config == dataclasses.replace(one.row.config, tile_n=112)
+    assert (one.row.exact is None) == (head_dim == 64)
+    assert one.base == dataclasses.replace(one.row.exact or one.row.config, softmax="exact")
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_a_finding_of_float16_is_for_the_exact_softmax_alone(head_dim: int) -> None:
+    """Whether its row has another configuration for that or not, bfloat16's stays."""
+    (one,) = length_classes([Cell.of("float16", head_dim, False, 4096)], FORWARD)
+    changed = dataclasses.replace(one.base, group_waves=4)
+    row = made_up_finding(one, {DEFAULT: [1.0], config_text(changed): [0.5]}).row(findings.TABLE_CARD)
+    assert isinstance(row, TileRow)
+    assert (row.config, row.exact) == (one.row.config, changed)
+    assert row.reason.startswith(one.row.reason)
     assert row.reason.endswith(" (float16)")
 
 
 def test_the_reason_has_the_figures_of_the_new_row_the_old_and_the_next_best() -> None:
-    cells = [Cell.of("bfloat16", 128, True, s) for s in (512, 1024, 2048)]
+    cells = [Cell.of("bfloat16", 64, True, s) for s in (512, 1024, 2048)]
     (one,) = length_classes(cells, FORWARD)
-    times = {
-        DEFAULT: [0.1, 0.2, 0.4],
-        "128x112:q_stages=2,waves=8": [0.081, 0.162, 0.36],
-        "128x128:q_stages=2": [0.09, 0.18, 0.26],
-    }
+    tile_m, tile_n = one.base.tile_m, one.base.tile_n - 16
+    assert one.base.group_waves == 8
+    fewer_waves, fewer_keys = (
+        config_text(dataclasses.replace(one.base, **change)) for change in ({"group_waves": 2}, {"tile_n": tile_n})
+    )
+    times = {DEFAULT: [0.1, 0.2, 0.4], fewer_keys: [0.081, 0.162, 0.36], fewer_waves: [0.09, 0.18, 0.26]}
     finding = made_up_finding(one, times)
     assert finding.best is not None
     rates = {name: [f"{c.tflops(t):.0f}" for c, t in zip(cells, ms, strict=True)] for name, ms in times.items()}
-    first, second, third = rates["128x128:q_stages=2"]
+    first, second, third = rates[fewer_waves]
     row = finding.row("NVIDIA H200")
     assert row is not None
-    old, other = rates[DEFAULT], rates["128x112:q_stages=2,waves=8"]
+    old, other = rates[DEFAULT], rates[fewer_keys]
     assert row.reason == (
         f"{first}, {second} and {third} TFLOPS at 512, 1k and 2k keys; group_waves=8: {old[0]}, {old[1]} and {old[2]}; "
-        f"128×112, group_waves=8: {other[0]}, {other[1]} and {other[2]}"
+        f"{tile_m}×{tile_n}, group_waves=8: {other[0]}, {other[1]} and {other[2]}"
     )
     assert row._replace(reason="", config=one.row.config) == one.row._replace(reason="")
     assert row.config == dataclasses.replace(one.row.config, group_waves=2)
     assert (finding.row("NVIDIA H20") or row).reason.endswith(f"{other[2]} (NVIDIA H20)")
     assert finding.hints() == [
-        f"at {s} keys 128x112:q_stages=2,waves=8 is faster: {new} to {now} TFLOPS"
+        f"at {s} keys {fewer_keys} is faster: {new} to {now} TFLOPS"
         for s, new, now in (("512", other[0], first), ("1k", other[1], second))
     ]
     assert finding.to_json("NVIDIA H200")["new_row"] == row_source(row)
@@ -84,7 +99,7 @@ def test_the_reason_has_the_figures_of_the_new_row_the_old_and_the_next_best() -
 
 def test_a_row_that_nothing_beats_stays() -> None:
     (one,) = length_classes([Cell.of("bfloat16", 128, True, 512)], FORWARD)
-    finding = made_up_finding(one, {DEFAULT: [1.0], "128x112:q_stages=2,waves=8": [0.995]})
+    finding = made_up_finding(one, {DEFAULT: [1.0], next(reversed(one.configs)): [0.995]})
     assert finding.standings[0].name != DEFAULT
     assert finding.row("NVIDIA H200") is None
     assert finding.hints() == []
@@ -109,15 +124,25 @@ def test_a_row_of_the_backward_can_be_split_by_length(monkeypatch: pytest.Monkey
 
 
 @settings(deadline=None)
-@given(st.sampled_from(ROWS), st.one_of(forward_configs, backward_configs), st.text(max_size=300))
-def test_the_source_of_a_row_is_the_row(row: AnyRow, config: AnyConfig, reason: str) -> None:
+@given(
+    st.sampled_from(ROWS),
+    st.one_of(forward_configs, backward_configs),
+    st.text(max_size=300),
+    st.none() | forward_configs,
+)
+def test_the_source_of_a_row_is_the_row(
+    row: AnyRow, config: AnyConfig, reason: str, exact: ForwardConfig | None
+) -> None:
     row = row._replace(config=config, reason=reason)  # type: ignore[arg-type]
+    row = row._replace(exact=exact) if isinstance(row, TileRow) else row
     assert eval(row_source(row), vars(heuristics)) == row
 
 
 def test_rows_are_formatted_as_the_formatter_would() -> None:
     pytest.importorskip("ruff")
-    lines = [f"    {row_source(row)},\n" for row in ROWS]
+    long = ForwardConfig(128, 128, num_q_stages=2, softmax="exact", warpgroup_order="ping_pong", group_waves=8)
+    rows = [*ROWS, *(row._replace(exact=long) for row in TILE_TABLE)]
+    lines = [f"    {row_source(row)},\n" for row in rows]
     text = f"ROWS = (\n{''.join(lines)})\n"
     settings = ["--line-length", "120", "--isolated", "-"]
     done = subprocess.run(
@@ -144,16 +169,21 @@ def test_all_rows_are_replaced_at_once_and_what_they_leave_is_named() -> None:
     new = {number: [row._replace(reason="measured")] for number, row in enumerate(TILE_TABLE)}
     source = replace_rows(SOURCE, "TILE_TABLE", TILE_TABLE, new)
     assert unused_names(SOURCE) == []
-    assert unused_names(source) == ["_D64_SHORT_CAUSAL", "_D64_SHORT_REASON", "_D96_SHORT_REASON"]
+    rest = SOURCE[: SOURCE.index("TILE_TABLE: ")] + SOURCE[SOURCE.index("class BackwardRow") :]
+    private = re.findall(r"^(_\w+) = ", rest, re.MULTILINE)
+    of_the_table = [name for name in private if len(re.findall(rf"\b{name}\b", rest)) == 1]
+    assert {"_D96_TWO_REASON", "_D64_FOUR"} <= set(of_the_table)
+    assert "_WITH_MODS" not in of_the_table
+    assert unused_names(source) == of_the_table
 
 
 def test_a_source_of_another_form_is_refused() -> None:
     row = TILE_TABLE[0]
     with pytest.raises(BenchError, match="not the one that is running"):
         replace_rows(SOURCE, "TILE_TABLE", TILE_TABLE[1:], {0: [row]})
+    edited = SOURCE.replace("_D96_TWO_REASON, 1024)", "_D96_TWO_REASON, 1025)")
+    assert edited != SOURCE
     with pytest.raises(BenchError, match="not the one that is running"):
-        replace_rows(
-            SOURCE.replace("TileRow(128, 128, False, 512", "TileRow(128, 128, False, 513"), "TILE_TABLE", TILE_TABLE, {}
-        )
+        replace_rows(edited, "TILE_TABLE", TILE_TABLE, {})
     with pytest.raises(BenchError, match="not a tuple of rows"):
         replace_rows("TILE_TABLE = tuple([])\n", "TILE_TABLE", TILE_TABLE, {})

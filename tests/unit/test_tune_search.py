@@ -76,20 +76,36 @@ def test_neighbours_of_a_row_change_one_choice_or_make_room_with_a_second(row: A
             assert (config in found) == is_feasible(config, *dims)
 
 
-def test_lengths_fall_into_the_classes_of_the_table() -> None:
-    cells = [Cell.of("bfloat16", 64, causal, s) for causal in (False, True) for s in (512, 1024, 2048, 16384)]
+CLASSES = {
+    64: [
+        ("TILE_TABLE d64 full, keys up to 4k", [512, 1024, 2048]),
+        ("TILE_TABLE d64 full", [16384]),
+        ("TILE_TABLE d64 causal", [512, 1024, 2048, 16384]),
+    ],
+    128: [
+        ("TILE_TABLE d128 full, keys up to 1k", [512, 1024]),
+        ("TILE_TABLE d128 causal, keys up to 1k", [512, 1024]),
+        ("TILE_TABLE d128 full", [2048, 16384]),
+        ("TILE_TABLE d128 causal", [2048, 16384]),
+    ],
+}
+
+
+@pytest.mark.parametrize("head_dim", list(CLASSES))
+def test_lengths_fall_into_the_classes_of_the_table(head_dim: int) -> None:
+    cells = [Cell.of("bfloat16", head_dim, causal, s) for causal in (False, True) for s in (512, 1024, 2048, 16384)]
     classes = length_classes(cells, FORWARD)
     found = [(str(one), [cell.s for cell in one.cells]) for one in classes]
-    assert found == [
-        ("TILE_TABLE d64 full, keys up to 1k", [512, 1024]),
-        ("TILE_TABLE d64 causal, keys up to 1k", [512, 1024]),
-        ("TILE_TABLE d64 causal, keys up to 4k", [2048]),
-        ("TILE_TABLE d64 full", [2048, 16384]),
-        ("TILE_TABLE d64 causal", [16384]),
-    ]
+    assert found == CLASSES[head_dim]
     assert all(one.base == one.row.config for one in classes)
+
+
+def test_a_row_of_the_backward_may_be_in_two_classes() -> None:
     both = length_classes([Cell.of("bfloat16", 192, causal, 512, 128) for causal in (False, True)], BACKWARD)
     assert [(one.row.causal, one.causal) for one in both] == [(None, False), (None, True)]
+
+
+def test_only_head_dims_with_a_row_of_their_own_are_searched() -> None:
     with pytest.raises(
         BenchError, match="no row of its own for d72; head dims of rows: 64 64, 96 96, 128 128, 192 128"
     ):

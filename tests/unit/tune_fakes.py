@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,13 +13,14 @@ from hypothesis import strategies as st
 
 from flashhopper.bench import check, sampler
 from flashhopper.bench.check import attention
-from flashhopper.bench.configs import AnyConfig, config_text
+from flashhopper.bench.configs import AnyConfig, config_text, problem_of
 from flashhopper.bench.findings import length_classes
 from flashhopper.bench.grid import Cell
 from flashhopper.bench.passes import FORWARD, Pass
+from flashhopper.bench.search import FORWARD_ROWS
 from flashhopper.bench.tune import TuneOptions, TuneResults, TuneRun
-from flashhopper.config import BackwardConfig, ForwardConfig
-from flashhopper.heuristics import BACKWARD_TABLE, TILE_TABLE
+from flashhopper.config import BackwardConfig, ForwardConfig, WarpgroupOrder
+from flashhopper.heuristics import BACKWARD_TABLE, TILE_TABLE, select_row
 from flashhopper.inspect_kernel import PtxasReport
 
 ROWS = [*TILE_TABLE, *BACKWARD_TABLE]
@@ -27,15 +29,15 @@ CLEAN = PtxasReport(168, 0, 0, ())
 
 forward_configs = st.builds(
     ForwardConfig,
-    st.sampled_from([64, 128, 192]),
+    st.sampled_from(FORWARD_ROWS),
     st.integers(1, 16).map(lambda n: 16 * n),
-    num_stages=st.integers(1, 4),
+    num_stages=st.integers(1, 5),
     num_q_stages=st.integers(1, 2),
     q_in_registers=st.booleans(),
     share_qo_smem=st.booleans(),
     group_waves=st.integers(1, 9),
     softmax=st.sampled_from(["exact", "lazy"]),
-    warpgroup_order=st.sampled_from(["free", "stagger", "ping_pong"]),
+    warpgroup_order=st.sampled_from(get_args(WarpgroupOrder)),
     prefetch_scores=st.booleans(),
     split_masked_loop=st.booleans(),
 )
@@ -91,7 +93,8 @@ def fake_tuning(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[TuneResu
 
 LONG = [Cell("bfloat16", 128, True, s, 1, 1) for s in (4096, 8192)]
 SHORT = [Cell("bfloat16", 128, True, s, 1, 1) for s in (512, 1024)]
-BEST = ForwardConfig(128, 112, num_stages=2, q_in_registers=True, group_waves=8)
+BASE = select_row(problem_of(LONG[0])).config
+BEST = dataclasses.replace(BASE, tile_n=BASE.tile_n - 16)
 
 
 def cost_of(config: AnyConfig, length: int) -> float:

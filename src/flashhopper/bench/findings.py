@@ -15,8 +15,7 @@ from flashhopper.bench.passes import BACKWARD, Pass
 from flashhopper.bench.search import search_variants
 from flashhopper.bench.table_rows import AnyRow, row_source
 from flashhopper.bench.variants import Ratio, VariantRow
-from flashhopper.config import ForwardConfig
-from flashhopper.heuristics import BACKWARD_TABLE, TILE_TABLE, BackwardRow, select_backward_row, select_row
+from flashhopper.heuristics import BACKWARD_TABLE, TILE_TABLE, BackwardRow, TileRow, select_backward_row, select_row
 
 MIN_GAIN = 0.01  # a row changes for more than this, and for more than the noise
 TABLE_CARD = "NVIDIA H200"  # of the tables' figures; reasons name any other
@@ -141,11 +140,10 @@ class Finding:
         best = self.best
         if best is None:
             return None
-        config = best.config
-        if isinstance(config, ForwardConfig) and isinstance(self.of.row.config, ForwardConfig):
-            config = dataclasses.replace(config, softmax=self.of.row.config.softmax)  # float16 asks for another
-        changes: dict[str, Any] = {"config": config, "reason": self.reason(device)}
-        row = self.of.row
+        row, reason = self.of.row, self.reason(device)
+        changes: dict[str, Any] = {"config": best.config, "reason": reason}
+        if isinstance(row, TileRow) and self.of.cells[0].dtype == "float16":
+            changes = {"exact": best.config, "reason": f"{row.reason}; {reason}"}
         return row._replace(**changes, causal=self.of.causal)
 
     def reason(self, device: str) -> str:

@@ -12,8 +12,8 @@ from flashhopper.config import BackwardConfig, ConfigError, ForwardConfig
 
 Change = dict[str, Any]  # fields and their values
 
-FORWARD_ROWS = (64, 128, 192)
-KEY_STEPS = range(-48, 49, 16)  # from the row's tile_n; 16 keys are the step of a 16-bit WGMMA
+FORWARD_ROWS = (64, 128, 192, 256)
+KEY_STEPS = range(-64, 65, 16)  # from the row's tile_n; 16 keys are the step of a 16-bit WGMMA
 WAVES = (1, 2, 4, 8)
 
 
@@ -31,9 +31,9 @@ def forward_axes(base: ForwardConfig) -> list[Axis]:
     keys = [base.tile_n + step for step in KEY_STEPS]
     return [
         Axis([{"tile_m": tile_m, "tile_n": tile_n} for tile_m in FORWARD_ROWS for tile_n in keys]),
-        Axis(_values("num_stages", range(2, 5)), frees_memory=True),  # 1 was 22 to 29 % slower at head_dim 128
+        Axis(_values("num_stages", range(2, 7)), frees_memory=True),  # 1 was 22 to 29 % slower at head_dim 128
         Axis([_of_q(*chosen) for chosen in Q_CHOICES], frees_memory=True),
-        Axis(_values("warpgroup_order", ("free", "stagger", "ping_pong"))),
+        Axis(_values("warpgroup_order", ("free", "stagger", "ping_pong", "relay"))),
         Axis(_values("group_waves", WAVES)),
         Axis(_values("overlap_gemm_softmax", (True, False))),
     ]

@@ -28,11 +28,11 @@ def row_source(row: AnyRow, indent: int = INDENT) -> str:
     return _call(type(row).__name__, kept, indent)
 
 
-def _call(name: str, arguments: Sequence[tuple[str | None, Any]], indent: int) -> str:
-    """A call that begins at column ``indent``: on one line if it fits with the comma after it, else with an argument a
-    line. Keywords' values here are short."""
+def _call(name: str, arguments: Sequence[tuple[str | None, Any]], indent: int, before: int = 0) -> str:
+    """A call after ``before`` characters of a line that begins at column ``indent``: on one line if it fits with the
+    comma after it, else with an argument a line."""
     flat = f"{name}({', '.join(_argument(key, value, -FAR) for key, value in arguments)})"
-    if indent + len(flat) + 1 <= LINE:
+    if indent + before + len(flat) + 1 <= LINE:
         return flat
     inner = indent + INDENT
     lines = [f"{' ' * inner}{_argument(key, value, inner)},\n" for key, value in arguments]
@@ -41,13 +41,14 @@ def _call(name: str, arguments: Sequence[tuple[str | None, Any]], indent: int) -
 
 def _argument(key: str | None, value: Any, indent: int) -> str:
     """``key=value`` that begins at column ``indent``, over as many lines as it takes."""
+    name = "" if key is None else f"{key}="
     if isinstance(value, ForwardConfig | BackwardConfig):
-        text = _call(type(value).__name__, _config_arguments(value), indent)
+        text = _call(type(value).__name__, _config_arguments(value), indent, len(name))
     elif isinstance(value, str):
         text = _quoted(value) if indent + len(_quoted(value)) + 1 <= LINE else _wrapped(value, indent)
     else:
         text = repr(value)
-    return text if key is None else f"{key}={text}"
+    return name + text
 
 
 def _config_arguments(config: AnyConfig) -> list[tuple[str | None, Any]]:

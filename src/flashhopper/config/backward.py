@@ -115,7 +115,8 @@ class BackwardConfig:
             problems.append(f"group_waves={self.group_waves} must be at least 1")
         if self.wide_consumers and self.dq_columns > 64:
             problems.append(f"dq_columns={self.dq_columns} must be at most 64 with wide_consumers")
-        if self.warpgroup_order == "ping_pong" or (self.split == "operands" and self.warpgroup_order != "free"):
+        orders = ("free", "stagger") if self.split == "keys" else ("free",)
+        if self.warpgroup_order not in orders:
             problems.append(f"warpgroup_order={self.warpgroup_order!r}: only 'free', and with split='keys' 'stagger'")
         for name in ("num_q_stages", "num_do_stages", "num_ds_stages", "num_dq_stages"):
             if not 1 <= getattr(self, name) <= 4:

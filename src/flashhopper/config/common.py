@@ -14,7 +14,7 @@ QUERIES_PER_SCALE = ROWS_PER_WARPGROUP  # FP8: rows of Q that share a scale
 SMEM_BYTES_PER_CTA = 232448  # 227 KiB, the opt-in limit of compute capability 9.0
 
 Dtype = Literal["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
-WarpgroupOrder = Literal["free", "stagger", "ping_pong"]
+WarpgroupOrder = Literal["free", "stagger", "ping_pong", "relay"]
 
 ELEMENT_BYTES: dict[Dtype, int] = {"bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 E4M3: Dtype = "float8_e4m3fn"

@@ -39,7 +39,7 @@ class RegisterBudget(NamedTuple):
 
 # Producer and consumer registers by the number of consumer warpgroups; setmaxnreg may not hand out more than the launch
 # allocated at entry. With 2 the producer keeps 40: at 24 the tile scheduler's addresses spilled.
-_ROLE_REGISTERS = {1: (56, 248), 2: (40, 232), 3: (32, 160)}
+_ROLE_REGISTERS = {1: (56, 248), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
 _WIDE_PRODUCER_REGISTERS = (56, 224)  # with 2
 
 
@@ -71,7 +71,8 @@ class ForwardConfig:
     """Of each 8 exponentials in blocks that keep the lazy reference, so many as a polynomial: for kernels whose scores
     go through the unit of exp2 before. 16-bit inputs only."""
     warpgroup_order: WarpgroupOrder = "stagger"
-    """``ping_pong``: warpgroups take turns in every block; ``stagger``: once per tile; ``free``: never."""
+    """``ping_pong``: warpgroups take turns at issuing every block's GEMMs; ``relay``: and keep the turn until S is
+    there; ``stagger``: once per tile; ``free``: never."""
     overlap_gemm_softmax: bool = True
     """Issue S of the next block before P·V of this one, so that softmax runs under a GEMM (the paper's 2 stages)."""
     split_masked_loop: bool = True
@@ -118,7 +119,7 @@ class ForwardConfig:
         """Registers per consumer thread that S, P, O, P·V beside O and, if it is kept there, Q take."""
         per_thread = ROWS_PER_WARPGROUP / WARPGROUP_THREADS
         words = self.tile_n * (1 + element_bytes / 4) + head_dim_v + self.two_level_columns
-        words += head_dim / 2 if self.q_in_registers else 0
+        words += head_dim * element_bytes / 4 if self.q_in_registers else 0
         return int(words * per_thread)
 
     def smem_bytes(self, head_dim: int, head_dim_v: int, element_bytes: int = 2) -> int:
@@ -136,7 +137,7 @@ class ForwardConfig:
         groups = self.num_consumer_warpgroups
         problems = []
         if self.tile_m % ROWS_PER_WARPGROUP or groups not in _ROLE_REGISTERS:
-            problems.append(f"tile_m={self.tile_m} must be 64, 128 or 192")
+            problems.append(f"tile_m={self.tile_m} must be 64, 128, 192 or 256")
         unit = WGMMA_K_BYTES // element_bytes
         if self.tile_n % unit or not unit <= self.tile_n <= 256:
             problems.append(f"tile_n={self.tile_n} must be a multiple of {unit} from {unit} to 256")
@@ -189,8 +190,8 @@ class ForwardConfig:
             problems.append(
                 f"flush_blocks={self.flush_blocks} goes with tma_store, not with two_level_columns or sharing"
             )
-        if self.q_in_registers or not self.overlap_gemm_softmax:
-            problems.append("FP8 kernels read Q from shared memory and overlap: no q_in_registers, no separate GEMMs")
+        if not self.overlap_gemm_softmax:
+            problems.append("FP8 kernels overlap: no separate GEMMs")
         return problems
 
 

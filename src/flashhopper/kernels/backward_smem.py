@@ -20,7 +20,7 @@ class BackwardBarrier(IntEnum):
     P_FULL = 3  # split="operands": P is in the exchange tile …
     P_EMPTY = 4  # … and has been read
     ADD = 5  # and 6, one per warp that adds, if deterministic: its turn at the staging ring
-    TURN_SLOT_1 = 7  # and 8, in tiles with K's second stage: see turns.turn_barrier
+    TURN_SLOT_1 = 9  # and 10, in tiles with K's second stage: see turns.turn_barrier
 
 
 class BackwardLayouts(NamedTuple):

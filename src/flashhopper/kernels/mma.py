@@ -43,7 +43,6 @@ class Consumer:
         self.mailbox = cta.scheduler.mailbox
         tidx, _, _ = cute.arch.thread_idx()
         self.lane = tidx % 32
-        consumer_thread = tidx - WARPGROUP_THREADS
         self.mma_QK, self.mma_PV = operands.mma_QK, operands.mma_PV
         # Operands in shared memory depend on the warpgroup alone; from its first thread they stay in uniform registers.
         first_thread = WARPGROUP_THREADS * index
@@ -54,9 +53,7 @@ class Consumer:
             shape_Q = (config.tile_m, spec.head_dim)
             self.a_Q = cute.make_rmem_tensor(self.mma_QK.partition_shape_A(shape_Q), operands.sQ.element_type)
             ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), operands.sQ.element_type)
-            self.copy_Q = cute.make_tiled_copy_A(ldmatrix, self.mma_QK)
-            thr_copy = self.copy_Q.get_slice(consumer_thread)
-            self.tQsQ, self.tQrQ = thr_copy.partition_S(operands.sQ), thr_copy.retile(self.a_Q)
+            self.copy_Q, self.sQ = cute.make_tiled_copy_A(ldmatrix, self.mma_QK), operands.sQ
         else:
             self.desc_Q = self.mma_QK.make_fragment_A(thr_QK.partition_A(operands.sQ))
         shape_S, shape_O = (config.tile_m, config.tile_n), (config.tile_m, spec.head_dim_v)
@@ -129,7 +126,7 @@ class Consumer:
     def first_scores(self, m_block: Int32, q_state: RingState, k_state: RingState, v_state: RingState):
         """S of the block an item visits first, with nothing to overlap it."""
         if const_expr(self.cta.spec.config.q_in_registers):
-            cute.copy(self.copy_Q, self.tQsQ[None, None, None, q_state.stage], self.tQrQ)
+            self.load_q(q_state)
         num_skipped = self.num_skipped(m_block, self.lengths(q_state))
         if num_skipped > 0:
             # Before the skipped blocks: the others, which free the stages that this warpgroup's block is loaded into,
@@ -142,12 +139,31 @@ class Consumer:
             self.turns.await_tile(q_state.stage)
         self.turns.await_block()
         self.issue_qk(q_state, k_state)
-        self.turns.pass_block()
+        self.turns.pass_issued()
         warpgroup.wait_group(0)
+        self.turns.pass_ready()
         if num_skipped == 0:
             self.turns.pass_tile(q_state.stage)
         self.cta.k_ring.release(k_state, self.lane)
         return k_state.next(), v_state
+
+    @cute.jit
+    def load_q(self, q_state: RingState):
+        """Q into registers. Its addresses, one for each 16 or 32 of head_dim, are found anew for every item: kept, they
+        spill."""
+        thr_copy = self.copy_Q.get_slice(ptx.reread_thread_index() - WARPGROUP_THREADS)
+        tQsQ, tQrQ = thr_copy.partition_S(self.sQ), thr_copy.retile(self.a_Q)
+        cute.copy(self.copy_Q, tQsQ[None, None, None, q_state.stage], tQrQ)
+
+    @cute.jit
+    def forget_scores(self):
+        """Before O leaves: S, and Q in registers, are not needed any more. The item after may come, or not, and in the
+        second case the compiler would keep them as they are."""
+        if const_expr(not self.cta.spec.config.prefetch_scores):
+            self.acc_S.fill(0.0)
+        if const_expr(self.cta.spec.config.q_in_registers):
+            words = cute.size(self.a_Q) * self.a_Q.element_type.width // 32
+            cute.make_tensor(cute.recast_ptr(self.a_Q.iterator, dtype=Int32), cute.make_layout(words)).fill(0)
 
     @cute.jit
     def skip_blocks(self, count: Int32, k_state: RingState, v_state: RingState):
@@ -242,8 +258,9 @@ class Consumer:
         if const_expr(overlap):
             self.cta.v_ring.wait(v_state)
             self.issue_pv(v_state)
-        self.turns.pass_block()
+        self.turns.pass_issued()
         warpgroup.wait_group(1 if overlap else 0)
+        self.turns.pass_ready()
         self.cta.k_ring.release(k_state, self.lane)
         rescale = Boolean(True)
         self.modifier.apply(self.rows_S, n_block)
@@ -350,6 +367,7 @@ class Consumer:
             num_skipped = self.own_blocks(m_block, lengths).first - self.tile_blocks(m_block, lengths).first
             k_state, v_state = self.skip_blocks(num_skipped, k_state, v_state)
 
+        self.forget_scores()
         self.gather_output()
         if const_expr(self.cta.may_fail):
             trusted = trusted & self.softmax.is_finite(self.acc_O)

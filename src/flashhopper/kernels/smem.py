@@ -26,8 +26,8 @@ class NamedBarrier(IntEnum):
     """Named barriers by number (0 is ``sync_threads``). One per consumer warpgroup follows each base."""
 
     TURN = 1
-    EPILOGUE = 4
-    TURN_SLOT_1 = 7
+    EPILOGUE = 5
+    TURN_SLOT_1 = 9
 
 
 def output_parts(spec: KernelSpec) -> int:

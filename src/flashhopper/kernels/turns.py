@@ -13,8 +13,8 @@ SLOTS = 2  # of the mailbox, at most
 
 
 def turn_barrier(warpgroup: Any, slot: Any, base: int = NamedBarrier.TURN) -> Any:
-    """The barrier that gives a warpgroup its turn: in the forward 1 to 3 for the mailbox's slot 0, 7 to 9 for slot 1;
-    in the backward 1 and 2 for tiles with K's stage 0, 7 and 8 for those with stage 1.
+    """The barrier that gives a warpgroup its turn: in the forward 1 to 4 for the mailbox's slot 0, 9 to 12 for slot 1;
+    in the backward 1 and 2 for tiles with K's stage 0, 9 and 10 for those with stage 1.
 
     One per slot, since a warpgroup may be a whole item ahead of the next one: the turn it passes must not complete the
     barrier of the item before. It cannot be two ahead: a slot is used again only when every warpgroup released it.
@@ -23,13 +23,16 @@ def turn_barrier(warpgroup: Any, slot: Any, base: int = NamedBarrier.TURN) -> An
 
 
 class TurnTaking:
-    """``ping_pong``: every block's GEMMs are issued in turn. ``stagger``: only the first GEMM of a tile waits, for the
-    one of the warpgroup before; from there they stay apart by themselves. ``free``: nobody waits.
+    """``ping_pong``: every block's GEMMs are issued in turn. ``relay``: the turn is passed when S is there, not when it
+    is issued, so that one warpgroup has the tensor cores to itself, but for P·V of others. ``stagger``: only the first
+    GEMM of a tile waits, for the one of the warpgroup before; from there they stay apart by themselves. ``free``:
+    nobody waits.
     """
 
     def __init__(self, order: str, num_warpgroups: int, index: Int32, base: int = NamedBarrier.TURN):
         """``base``: the number of the first warpgroup's barrier."""
-        self.ping_pong = order == "ping_pong" and num_warpgroups > 1
+        self.every_block = order in ("ping_pong", "relay") and num_warpgroups > 1
+        self.until_ready = order == "relay"
         self.stagger = order == "stagger" and num_warpgroups > 1
         self.last, self.index = num_warpgroups - 1, index
         self.base = base
@@ -37,20 +40,30 @@ class TurnTaking:
 
     @cute.jit
     def start(self):
-        """Ping-pong begins with the first warpgroup: the last one passes it the turn."""
-        if const_expr(self.ping_pong):
+        """The first warpgroup begins: the last one passes it the turn."""
+        if const_expr(self.every_block):
             if self.index == self.last:
                 ptx.named_barrier_arrive(self.base, 2 * WARPGROUP_THREADS)
 
     @cute.jit
     def await_block(self):
-        if const_expr(self.ping_pong):
+        if const_expr(self.every_block):
             ptx.named_barrier_wait(self.mine, 2 * WARPGROUP_THREADS)
 
     @cute.jit
     def pass_block(self):
-        if const_expr(self.ping_pong):
+        if const_expr(self.every_block):
             ptx.named_barrier_arrive(self.next, 2 * WARPGROUP_THREADS)
+
+    def pass_issued(self):
+        """A block's GEMMs are issued."""
+        if not self.until_ready:
+            self.pass_block()
+
+    def pass_ready(self):
+        """A block's S is there."""
+        if self.until_ready:
+            self.pass_block()
 
     @cute.jit
     def await_tile(self, slot: Int32):
