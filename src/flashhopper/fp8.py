@@ -25,9 +25,8 @@ from flashhopper.fp8_tensor import (
 )
 from flashhopper.options import AttentionOptions
 from flashhopper.problem import AttentionProblem, RaggedFacts, RaggedTensors, SoftmaxTensors, TensorFacts
-from flashhopper.reference_fp8 import E4M3, E5M2, FP8_DTYPES, WHOLE_SEQUENCE, Operands
+from flashhopper.reference_fp8 import E4M3, FP8_DTYPES, WHOLE_SEQUENCE, Operands
 from flashhopper.reference_fp8_varlen import Sequences
-from flashhopper.unproven import refuse_unproven
 
 Accumulate = Literal["two_level", "fast"]
 ACCUMULATE: tuple[Accumulate, ...] = ("two_level", "fast")
@@ -49,9 +48,6 @@ def quantize(
         if x is not None:
             check_source(name, x, lengths.side(name) is not None)
     lengths.check(q, k, v)
-    for _, x in given:
-        if x is not None:
-            refuse_e5m2(recipe.dtype, x.device)
     with torch.no_grad():
         quantised = [None if x is None else _quantize(name, x, recipe, lengths.side(name), engine) for name, x in given]
     return Fp8QKV(*quantised)
@@ -169,19 +165,12 @@ def checked_inputs(
         inputs.problem.check_softmax_tensors(softmax_tensors)
     if inputs.problem.device.type != "cpu":
         _refuse_on_cuda(options, softmax_tensors)
-        refuse_e5m2(tensors[0].dtype, inputs.problem.device)
     return inputs
 
 
 def check_accumulate(accumulate: Any) -> None:
     if accumulate not in ACCUMULATE:
         raise ValueError(f"fp8_accumulate is {accumulate!r}; accepted are {' and '.join(map(repr, ACCUMULATE))}")
-
-
-def refuse_e5m2(dtype: torch.dtype, device: torch.device) -> None:
-    """NotImplementedError on CUDA tensors, until a card has run it."""
-    if dtype is E5M2 and device.type != "cpu":
-        refuse_unproven("FP8 in e5m2")
 
 
 def _refuse_on_cuda(options: AttentionOptions, softmax_tensors: SoftmaxTensors) -> None:

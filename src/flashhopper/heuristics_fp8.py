@@ -20,8 +20,14 @@ class Fp8Row(NamedTuple):
     two_level: ForwardConfig
     fast: ForwardConfig
     reason: str
-    centered: ForwardConfig | None = None
+    centered: ForwardConfig
     max_seqlen_k: int | None = None
+
+    def config(self, fast: bool, is_centered: bool, seqlen_k: int | None = None) -> ForwardConfig:
+        """For a way to accumulate. Where ``seqlen_k`` keys end before O would be flushed, two levels are as one."""
+        two_level = self.centered if is_centered else self.two_level
+        is_flushed = seqlen_k is None or two_level.flush_blocks == 0 or seqlen_k > keys_per_flush(two_level)
+        return two_level if is_flushed and not fast else self.fast
 
     def spec(
         self,
@@ -32,29 +38,30 @@ class Fp8Row(NamedTuple):
         config: ForwardConfig | None = None,
         features: Features = PLAIN,
         dtype: Dtype = E4M3,
+        seqlen_k: int | None = None,
     ) -> KernelSpec:
-        """The kernel for an output type, a mask, features and an input type; ``config`` overrides the row's."""
+        """The kernel for an output type, a mask, features, an input type and, if it is given, up to so many keys;
+        ``config`` overrides the row's."""
         if config is None:
             is_masked = causal or features.window or features.ragged
-            config = self.fast if fast else self.two_level
-            if is_centered and not fast and self.centered is not None:
-                config = self.centered
+            config = self.config(fast, is_centered, seqlen_k)
             config = replace(config, group_waves=CAUSAL_WAVES) if is_masked else config
             if features.window:
                 config = replace(config, prefetch_scores=False)
-            if features.window or (features.ragged and not causal):
-                # At head_dim 256 consumers with 224 registers spill 3 with chunks, and 1 if ragged without a mask.
-                config = replace(config, wide_producer=False)
         return KernelSpec(dtype, self.head_dim, self.head_dim_v, causal, config, features, out_dtype)
 
 
+def keys_per_flush(config: ForwardConfig) -> int:
+    return config.flush_blocks * config.tile_n
+
+
 _FP8_D64 = ForwardConfig(192, 128, num_stages=4, q_in_registers=True, warpgroup_order="relay")
+_FP8_D64_FOUR = ForwardConfig(256, 64, num_stages=6, q_in_registers=True, warpgroup_order="relay")
 _FP8_TWO = ForwardConfig(128, 128, num_stages=3, num_q_stages=2, prefetch_scores=True, warpgroup_order="free")
 _FP8_D96 = ForwardConfig(192, 128, num_stages=3, warpgroup_order="relay")
 _FP8_D128 = ForwardConfig(192, 64, num_stages=4, q_in_registers=True, warpgroup_order="relay")
 _FP8_D192 = ForwardConfig(128, 128, num_stages=2, warpgroup_order="ping_pong")
 _FP8_D256 = ForwardConfig(128, 64, num_stages=2, q_in_registers=True, warpgroup_order="ping_pong")
-_FP8_D256_SHORT = replace(_FP8_D256, q_in_registers=False, wide_producer=True)
 
 # Searched in order. Two levels take registers for another O, or shared memory for one: by columns, which is more exact,
 # where the former suffice and V is not centred, else by flushing. Figures: H200, TFLOPS, sustained.
@@ -62,11 +69,21 @@ FP8_TABLE: tuple[Fp8Row, ...] = (
     Fp8Row(
         64,
         64,
+        replace(_FP8_D64_FOUR, flush_blocks=16),
+        _FP8_D64_FOUR,
+        "up to 4k keys: fast 467, 586, 669 and 703 at 512, 1k, 2k and 4k keys, causal 277, 421, 546 and 636; 192 rows "
+        "of 128 keys 396, 541, 656 and 698, 223, 353, 510 and 621, but at 16k 758 and 738 to 703 and 709; two buffers "
+        "of Q 452, 536, 586 and 606",
+        centered=replace(_FP8_D64_FOUR, flush_blocks=32),
+        max_seqlen_k=4096,
+    ),
+    Fp8Row(
+        64,
+        64,
         replace(_FP8_D64, flush_blocks=8),
         _FP8_D64,
-        "V centred 727 and 671 at 16k and 4k keys, causal 719 and 606; Q from shared memory 728 and 679, 709 and 599, "
-        "and staggered 724 and 654, 698 and 591; 64 keys 598 at 16k; four warpgroups of 64 keys 683 and 674, causal "
-        "709 and 627; one exp2 in eight as a polynomial 703; fast 758 and 695, causal 738 and 619",
+        "V centred 727 at 16k keys, causal 719; Q from shared memory 728 and 709, and staggered 724 and 698; 64 keys "
+        "598; four warpgroups of 64 keys 669 and 704; one exp2 in eight as a polynomial 703; fast 758 and 738",
         centered=replace(_FP8_D64, flush_blocks=16),
     ),
     Fp8Row(
@@ -109,21 +126,12 @@ FP8_TABLE: tuple[Fp8Row, ...] = (
     Fp8Row(
         256,
         256,
-        replace(_FP8_D256_SHORT, flush_blocks=16),
-        replace(_FP8_D256_SHORT, num_stages=3),
-        "up to 1k keys: V centred 708 and 917 at 512 and 1k keys, causal 419 and 629; with Q in registers 663 and 894, "
-        "392 and 603",
-        centered=replace(_FP8_D256_SHORT, flush_blocks=32),
-        max_seqlen_k=1024,
-    ),
-    Fp8Row(
-        256,
-        256,
         replace(_FP8_D256, flush_blocks=16),
         replace(_FP8_D256, num_stages=3, warpgroup_order="free"),
         "V centred 1195 and 1142 at 16k and 4k keys, causal 1165 and 1023; free 1141 and 1131, staggered 1140 and "
-        "1117; Q from shared memory 1097 and 1071, 1113 and 1000; fast 1260 and 1194, causal 1230 and 1053; in turns "
-        "1248 and 1174; 128 keys spill even with one level",
+        "1117; Q from shared memory 1097 and 1071, 1113 and 1000; fast 1260 at 16k, 1166, 1099, 981 and 762 at 4k, 2k, "
+        "1k and 512 keys, causal 1230, 1099, 966, 763 and 473; in turns with Q from shared memory 1078, 943, 915 and "
+        "731, 1000, 886, 724 and 460; two buffers of Q 1050 at 2k; 128 keys spill even with one level",
         centered=replace(_FP8_D256, flush_blocks=32),
     ),
 )
@@ -148,4 +156,13 @@ def select_fp8_spec(
     ``is_centered``: V is. ``config`` overrides the table's."""
     out_dtype, causal, features = DTYPES[problem.dtype], problem.mask.causal, features_of(problem)
     row = fp8_row(problem.head_dim, problem.head_dim_v, problem.seqlen_k)
-    return row.spec(out_dtype, causal, fast, is_centered, config, features, dtype)
+    return row.spec(out_dtype, causal, fast, is_centered, config, features, dtype, problem.seqlen_k)
+
+
+# Up to each of these, but over the one before, calls get the same kernel.
+SEQLENS_K = frozenset(
+    limit
+    for row in FP8_TABLE
+    for limit in (row.max_seqlen_k, keys_per_flush(row.two_level), keys_per_flush(row.centered))
+    if limit
+)

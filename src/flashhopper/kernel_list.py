@@ -110,7 +110,7 @@ def fp8_specs(features: Features = PLAIN, dtype: Dtype = E4M3) -> list[KernelSpe
         for out_dtype in DTYPES.values()
         for causal, _ in _masks(features)
         for fast in (False, True)
-        for is_centered in ((False, True) if row.centered is not None and not fast else (True,))
+        for is_centered in ((True,) if fast else (False, True))
     ]
 
 

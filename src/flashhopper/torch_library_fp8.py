@@ -204,7 +204,6 @@ class FromSixteenBits(NamedTuple):
         self.recipe.validate()
         for name, x in (("q", self.q), ("k", self.k), ("v", self.v)):
             fp8_tensor.check_source(name, x, self.ragged is not None)
-        fp8.refuse_e5m2(self.recipe.dtype, self.q.device)
         return AttentionProblem.from_tensors(self.q, self.k, self.v, self.options, self.ragged).validate()
 
     def run(self) -> Result:

@@ -13,10 +13,6 @@ from typing import TextIO
 import pytest
 import torch
 
-from flashhopper.unproven import VARIABLE
-
-os.environ[VARIABLE] = "1"  # these are the tests by which kernels prove themselves
-
 HERE = Path(__file__).parent
 HANG_SECONDS = {"gpu": 120, "slow": 900}
 

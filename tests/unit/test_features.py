@@ -33,11 +33,12 @@ from flashhopper.heuristics import (
     select_row,
     select_spec,
 )
-from flashhopper.heuristics_fp8 import FP8_TABLE, Fp8Row, select_fp8_spec
+from flashhopper.heuristics_fp8 import FP8_TABLE, SEQLENS_K, Fp8Row, select_fp8_spec
 from flashhopper.kernel_list import all_specs, backward_specs, forward_specs, fp8_specs, quantize_specs
 from flashhopper.launch import LOG2_E, SMALLEST_SCALE, UNBOUNDED, Given, KernelScales, given, kernel_window
 from flashhopper.launch_backward import Saved, _gradients_without_pairs
 from flashhopper.options import AttentionOptions
+from flashhopper.plan_key import MAX_SEQLENS_K
 from flashhopper.problem import AttentionProblem, RaggedFacts, RaggedTensors, SoftmaxTensors, TensorFacts
 from flashhopper.reference import attention
 
@@ -260,11 +261,11 @@ def test_ragged_batches_take_the_rows_of_masks_by_their_longest_sequence(
 
 @pytest.mark.parametrize("seqlen, causal", [(2048, False), (2048, True), (16384, True)])
 def test_four_warpgroups_prefetch_scores_only_of_dense_calls_without_a_window(seqlen: int, causal: bool) -> None:
-    """And are in no order with a window."""
+    """And are in no order with a window, in relay if ragged."""
     plain = select_spec(problem(64, seqlen, causal=causal)).config
     assert (plain.num_consumer_warpgroups, plain.prefetch_scores) == (4, True)
     ragged = select_spec(ragged_problem(64, seqlen, causal=causal)).config
-    assert ragged == replace(plain, prefetch_scores=False, group_waves=CAUSAL_WAVES)
+    assert ragged == replace(plain, prefetch_scores=False, group_waves=CAUSAL_WAVES, warpgroup_order="relay")
     for one in (problem, ragged_problem):
         for options in ({"window_size": (9, 9)}, {"attention_chunk": 64}):
             config = select_spec(one(64, seqlen, causal=causal, **options)).config
@@ -296,16 +297,16 @@ def fp8_config(one: AttentionProblem, is_centered: bool = False, fast: bool = Fa
 MASKED: list[dict[str, Any]] = [{"causal": True}, {"window_size": (64, 0)}, {"attention_chunk": 64}]
 
 
-@pytest.mark.parametrize("seqlen", [512, 1024, 1025, 4096])
+@pytest.mark.parametrize("seqlen", [512, 2048, 2049, 8192])
 def test_fp8_at_head_dim_128_goes_by_the_mean_alone(seqlen: int) -> None:
     """Raw values may have one, of which only columns of a block at a time lose nothing."""
     for options in ({}, *MASKED):
         for one in (problem(128, seqlen, **options), ragged_problem(128, seqlen, **options)):
             raw, centered, fast = fp8_config(one), fp8_config(one, True), fp8_config(one, fast=True)
             assert (raw.tile_m, raw.two_level_columns, raw.flush_blocks) == (128, 128, 0)
-            assert (centered.tile_m, centered.tile_n, centered.q_in_registers) == (192, 64, True)
-            assert (centered.two_level_columns, centered.flush_blocks) == (0, 32)
             assert (fast.tile_m, fast.tile_n, fast.q_in_registers, fast.two_level) == (192, 64, True, False)
+            assert replace(centered, flush_blocks=0, num_stages=fast.num_stages) == fast
+            assert centered.flush_blocks == (32 if seqlen > 2048 else 0)
             is_masked = bool(options) or one.ragged is not None
             waves = CAUSAL_WAVES if is_masked else ForwardConfig(192, 64).group_waves
             assert {config.group_waves for config in (raw, centered, fast)} == {waves}
@@ -313,7 +314,6 @@ def test_fp8_at_head_dim_128_goes_by_the_mean_alone(seqlen: int) -> None:
 
 @pytest.mark.parametrize("row", FP8_TABLE, ids=lambda row: f"{row.head_dim}-{row.head_dim_v}-{row.max_seqlen_k}")
 def test_fp8_of_a_raw_v_is_by_columns_or_flushed_more_often(row: Fp8Row) -> None:
-    assert row.centered is not None
     assert row.centered.flush_blocks > 0
     assert not row.fast.two_level
     if row.two_level.flush_blocks > 0:
@@ -326,17 +326,19 @@ def test_fp8_of_a_raw_v_is_by_columns_or_flushed_more_often(row: Fp8Row) -> None
         assert row.spec("bfloat16", True, False, is_centered).config == replace(config, group_waves=CAUSAL_WAVES)
 
 
-def test_fp8_at_head_dim_256_has_q_in_shared_memory_up_to_1k_keys() -> None:
-    for options in ({}, *MASKED):
-        for is_centered, fast in itertools.product((False, True), repeat=2):
-            for make in (problem, ragged_problem):
-                short, long = (fp8_config(make(256, seqlen, **options), is_centered, fast) for seqlen in (1024, 1025))
-                assert (short.q_in_registers, long.q_in_registers) == (False, True)
-    plain, causal = (fp8_config(problem(256, 1024, causal=causal)) for causal in (False, True))
-    assert plain.wide_producer
-    assert causal.wide_producer
-    for one in (problem(256, 1024, window_size=(64, 0)), ragged_problem(256, 1024)):
-        assert not fp8_config(one).wide_producer
+@pytest.mark.parametrize("row", FP8_TABLE, ids=lambda row: f"{row.head_dim}-{row.head_dim_v}-{row.max_seqlen_k}")
+def test_fp8_without_a_flush_is_fast(row: Fp8Row) -> None:
+    """Where keys end before O would be flushed, the same sums are done without room for the flushed ones."""
+    for is_centered, two_level in ((False, row.two_level), (True, row.centered)):
+        last = two_level.flush_blocks * two_level.tile_n
+        assert last <= 2048
+        assert row.config(False, is_centered, last + 1) == two_level
+        assert row.config(False, is_centered) == two_level
+        assert row.config(True, is_centered, last + 1) == row.fast
+        if last > 0:
+            assert row.config(False, is_centered, last) == row.fast
+            assert last in SEQLENS_K
+            assert last in MAX_SEQLENS_K
 
 
 CAPPED = {64: (192, 128), 128: (192, 64)}

@@ -178,13 +178,15 @@ def test_nothing_to_quantise(shape: tuple[int, ...], batch: int, calls: Calls) -
 @pytest.mark.parametrize("centered, keys", [(True, 2048), (False, 1024)])
 @pytest.mark.parametrize("head_dim", [64, 192, 256])
 def test_centred_values_are_flushed_less_often(calls: Calls, head_dim: int, centered: bool, keys: int) -> None:
-    x = torch.randn(1, 200, 2, head_dim).to(BF16)
-    launched(quantize_fp8(x, x, x, center_v=centered), AttentionOptions())
-    config = calls[-1][0].config
-    assert config.flush_blocks * config.tile_n == keys
+    """And not at all where there are no more keys than a flush is for."""
+    for more in (0, 1):
+        x = torch.randn(1, keys + more, 1, head_dim).to(BF16)
+        launched(quantize_fp8(x, x, x, center_v=centered), AttentionOptions())
+        config = calls[-1][0].config
+        assert config.flush_blocks * config.tile_n == keys * more
 
 
 def test_raw_values_are_taken_as_not_centred(calls: Calls) -> None:
-    x = torch.randn(1, 200, 2, 256).to(E4M3)
+    x = torch.randn(1, 1025, 1, 256).to(E4M3)
     launched((x, x, x), AttentionOptions())
     assert calls[-1][0].config.flush_blocks == 16

@@ -120,7 +120,7 @@ def _emulated(operands: Operands, fast: bool) -> torch.Tensor:
     """By the configuration that the kernel would have."""
     head_dim, head_dim_v = operands.q.shape[3], operands.v.shape[2]
     row = fp8_row(head_dim, head_dim_v, operands.seqlen_k)
-    config = row.spec("bfloat16", False, fast, operands.is_centered).config
+    config = row.spec("bfloat16", False, fast, operands.is_centered, seqlen_k=operands.seqlen_k).config
     return emulate_fp8_forward(operands, softmax_scale=head_dim**-0.5, causal=False, config=config)[0]
 
 

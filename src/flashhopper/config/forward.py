@@ -40,7 +40,6 @@ class RegisterBudget(NamedTuple):
 # Producer and consumer registers by the number of consumer warpgroups; setmaxnreg may not hand out more than the launch
 # allocated at entry. With 2 the producer keeps 40: at 24 the tile scheduler's addresses spilled.
 _ROLE_REGISTERS = {1: (56, 248), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
-_WIDE_PRODUCER_REGISTERS = (56, 224)  # with 2
 
 
 @dataclass(frozen=True)
@@ -90,10 +89,6 @@ class ForwardConfig:
     """FP8 only. If not 0, O in the tensor core is added after so many key blocks to an fp32 O in shared memory, and
     starts from zero: the other way to two levels, without registers for a second O. 0: never."""
 
-    wide_producer: bool = False
-    """With 2 consumer warpgroups: 56 registers for the producer and 224 for a consumer. At 40, 1 to 4 registers of FP8
-    kernels for head dims over 128 spilled with CUDA 12's compiler."""
-
     @property
     def num_consumer_warpgroups(self) -> int:
         return self.tile_m // ROWS_PER_WARPGROUP
@@ -107,9 +102,7 @@ class ForwardConfig:
         entry = min(MAX_REGISTERS_PER_THREAD, REGISTER_FILE // self.num_threads) // 8 * 8
         if not self.reallocate_registers:
             return RegisterBudget(entry, entry, entry)
-        groups = self.num_consumer_warpgroups
-        wide = self.wide_producer and groups == 2
-        return RegisterBudget(entry, *(_WIDE_PRODUCER_REGISTERS if wide else _ROLE_REGISTERS[groups]))
+        return RegisterBudget(entry, *_ROLE_REGISTERS[self.num_consumer_warpgroups])
 
     @property
     def two_level(self) -> bool:
