@@ -84,8 +84,8 @@ def flash_attn_func(
         sm_margin: multiprocessors to leave to other work, at least 0. The backward's short kernels before and after its
             main one use all.
         fp8_accumulate: with FP8, ``"two_level"`` adds the products of each key block, or of each 1024 keys, to out in
-            fp32. ``"fast"`` leaves out in the tensor cores' accumulator of 14 bits: for a few thousand keys, or values
-            that are centred.
+            fp32, or of each 2048 keys if v is centred. ``"fast"`` leaves out in the tensor cores' accumulator of 14
+            bits: for a few thousand keys, or values that are centred.
         return_attn_probs: FA3's name for ``return_lse``.
         return_lse: return ``(out, lse)``.
 

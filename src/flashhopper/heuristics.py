@@ -64,11 +64,13 @@ _D96 = ForwardConfig(192, 96, num_stages=2, num_q_stages=2, warpgroup_order="pin
 _D96_TWO_REASON = "up to 1k keys: 445 against 402 TFLOPS with 192 rows (512 keys), causal 295 to 290"
 _D128 = ForwardConfig(192, 64, num_stages=4)
 _D128_EXACT = ForwardConfig(128, 128, num_stages=2, num_q_stages=2, softmax="exact")
-_D128_EXACT_REASON = "exact 631 and 583, causal 633 and 580 (192 rows of 64 keys 579 and 575, 588 and 559)"
+_D128_EXACT_REASON = (
+    "exact at 16k and 2k keys 631 and 583, causal 633 and 580; 192 rows of 64 keys 579 and 575, 588 and 559"
+)
 _D128_TWO = ForwardConfig(128, 64, num_stages=4, num_q_stages=2, prefetch_scores=True, warpgroup_order="free")
 _D128_TWO_REASON = (
     "up to 1k keys: 539 and 605 TFLOPS at 512 and 1k keys, causal 348 and 487; 128 keys 526 and 595, 341 and 470; 192 "
-    "rows 508 and 601, 343 and 471"
+    "rows 508 and 601, 343 and 471; exact at 512 keys 517, causal 326"
 )
 
 _D192_128 = ForwardConfig(128, 128, num_stages=2, share_qo_smem=True)
@@ -93,7 +95,8 @@ TILE_TABLE: tuple[TileRow, ...] = (
         4096,
         _D64_FOUR,
         "up to 4k keys: 459, 500, 533 and 528 TFLOPS at 512, 1k, 2k and 4k keys; 192 rows of 128 keys 355, 421, 496 "
-        "and 508, 128 rows 405, 474, 508 and 510",
+        "and 508, 128 rows 405, 474, 508 and 510; exact at 512 and 2k 338 and 433, 192 rows 298 and 453, 128 rows 307 "
+        "and 385",
     ),
     TileRow(
         64,
@@ -112,7 +115,8 @@ TILE_TABLE: tuple[TileRow, ...] = (
         None,
         replace(_D64_FOUR, group_waves=CAUSAL_WAVES),
         "295, 385, 458, 514 and 567 TFLOPS at 512, 1k, 2k, 4k and 16k keys; one buffer of Q, in turns 281, 380, 452, "
-        "516 and 570; 192 rows 224, 298, 392, 460 and 552; 80 keys, which spill, 486 at 16k, 48 keys 509",
+        "516 and 570; 192 rows 224, 298, 392, 460 and 552; 80 keys, which spill, 486 at 16k, 48 keys 509; exact at "
+        "512, 2k and 16k 235, 387 and 491, 192 rows 185, 343 and 498, 128 rows 205, 351 and 443",
     ),
     *_rows(96, 96, _D96_TWO, _D96_TWO_REASON, 1024),
     TileRow(
@@ -314,8 +318,9 @@ def forward_config(row: TileRow, dtype: Dtype, features: Features = PLAIN) -> Fo
 
     Softcap's tanh and exp2 share one unit, which is as busy then as the tensor cores: warpgroups that drift apart use
     it best, and exponentials as polynomials take some of its work. Head_dim 128, causal, 16k and 2k keys: 576 and 499
-    TFLOPS with one in eight, 555 and 487 without, two in eight 7 % less; 128 rows of 128 keys 524 and 452. At head_dim
-    64 that unit is the limit: 401 and 310 with every other one, 354 and 301 without, 256 rows 369 and 323.
+    TFLOPS with one in eight, 555 and 487 without, two in eight 7 % less; 128 rows of 128 keys 524 and 452; with exact
+    softmax 504 and 484, 128 rows in turns 483 and 466. At head_dim 64 that unit is the limit: 401 and 310 with every
+    other one, 354 and 301 without, 256 rows 369 and 323.
 
     256 rows at head_dim 64: windows of 128, 512 to both sides and 1k are 47, 21 and 22 % faster than with 192, and
     slower in any order but ``free``. Ragged batches (16 sequences of 2k; lengths up to 4k; one of 16k and 128 of 128)

@@ -64,7 +64,8 @@ _FP8_D192 = ForwardConfig(128, 128, num_stages=2, warpgroup_order="ping_pong")
 _FP8_D256 = ForwardConfig(128, 64, num_stages=2, q_in_registers=True, warpgroup_order="ping_pong")
 
 # Searched in order. Two levels take registers for another O, or shared memory for one: by columns, which is more exact,
-# where the former suffice and V is not centred, else by flushing. Figures: H200, TFLOPS, sustained.
+# where the former suffice and V is not centred, else by flushing. Figures: H200, TFLOPS, sustained; V centred means the
+# kernel that flushes, also where keys are too few for it to be chosen.
 FP8_TABLE: tuple[Fp8Row, ...] = (
     Fp8Row(
         64,
@@ -120,7 +121,8 @@ FP8_TABLE: tuple[Fp8Row, ...] = (
         192,
         replace(_FP8_D192, flush_blocks=8),
         _FP8_D192,
-        "1130 and 1011, free 1073 and 1018, in chunks of 64 columns 929 and 843",
+        "bursts at 16k and 2k keys: 1130 and 1011, free 1073 and 1018, in chunks of 64 columns 929 and 843; in relay "
+        "1129 and 1107 to 1184 and 1105, sustained, Q in registers 1197 and 1082",
         centered=replace(_FP8_D192, flush_blocks=16),
     ),
     Fp8Row(
@@ -157,12 +159,3 @@ def select_fp8_spec(
     out_dtype, causal, features = DTYPES[problem.dtype], problem.mask.causal, features_of(problem)
     row = fp8_row(problem.head_dim, problem.head_dim_v, problem.seqlen_k)
     return row.spec(out_dtype, causal, fast, is_centered, config, features, dtype, problem.seqlen_k)
-
-
-# Up to each of these, but over the one before, calls get the same kernel.
-SEQLENS_K = frozenset(
-    limit
-    for row in FP8_TABLE
-    for limit in (row.max_seqlen_k, keys_per_flush(row.two_level), keys_per_flush(row.centered))
-    if limit
-)

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 
 from flashhopper.heuristics import BACKWARD_TABLE, TILE_TABLE
-from flashhopper.heuristics_fp8 import SEQLENS_K as FP8_SEQLENS_K
 from flashhopper.options import NO_WINDOW, AttentionOptions, mask_of
 from flashhopper.problem import MAX_EXTENT, MAX_WINDOW_ROWS, NO_SOFTMAX_TENSORS, RaggedTensors, SoftmaxTensors
 
@@ -26,8 +25,7 @@ MAX_PLANS = 4096
 # Lengths up to each of these, but over the one before, are alike.
 TOTALS = (0, 1, MAX_WINDOW_ROWS, MAX_EXTENT)  # one row has strides that do not matter
 MAX_SEQLENS_Q = (-1, *sorted({row.max_seqlen_q for row in BACKWARD_TABLE if row.max_seqlen_q}), MAX_EXTENT)
-_LIMITS_K = {row.max_seqlen_k for row in TILE_TABLE if row.max_seqlen_k} | FP8_SEQLENS_K
-MAX_SEQLENS_K = (-1, *sorted(_LIMITS_K), MAX_EXTENT)
+MAX_SEQLENS_K = (-1, *sorted({row.max_seqlen_k for row in TILE_TABLE if row.max_seqlen_k}), MAX_EXTENT)
 
 Key = tuple[Any, ...]
 P = TypeVar("P")

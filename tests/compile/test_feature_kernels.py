@@ -19,7 +19,14 @@ from flashhopper.kernel_list import backward_specs, forward_specs
 
 WINDOW, RAGGED, SOFTCAP = Features(window=True), Features(ragged=True), Features(softcap=True)
 FORWARD = {
-    64: (WINDOW, RAGGED, SOFTCAP, Features(softcap=True, alibi=True, window=True)),
+    64: (
+        WINDOW,
+        RAGGED,
+        SOFTCAP,
+        Features(softcap=True, alibi=True, window=True),
+        Features(window=True, chunk=True, ragged=True),
+        Features(sink=True, ragged=True),
+    ),
     128: (WINDOW, Features(window=True, chunk=True), RAGGED, SOFTCAP, Features(sink=True), Features(alibi=True)),
     256: (WINDOW, Features(window=True, ragged=True)),
 }

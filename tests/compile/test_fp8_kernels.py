@@ -7,34 +7,38 @@ import re
 import pytest
 from test_tile_table import Compilation
 
-from flashhopper.config import E5M2, Features, KernelSpec, QuantizeRowsSpec, QuantizeSpec, QuantizeValuesSpec
+from flashhopper.config import (
+    E4M3,
+    E5M2,
+    PLAIN,
+    Dtype,
+    Features,
+    KernelSpec,
+    QuantizeRowsSpec,
+    QuantizeSpec,
+    QuantizeValuesSpec,
+)
 from flashhopper.inspect_kernel import CompileReport, compile_report
 from flashhopper.kernel_list import fp8_specs, quantize_specs
 
+
+def differing(features: Features = PLAIN, dtype: Dtype = E4M3) -> list[KernelSpec]:
+    """Those for a bfloat16 O, once where only the number of keys between two flushes differs."""
+    specs = [spec for spec in fp8_specs(features, dtype) if spec.out_dtype == "bfloat16"]
+    return [spec for spec in specs if spec.config.flush_blocks * spec.config.tile_n in (0, 2048)]
+
+
 # O's type changes the epilogue alone: one head dim with both.
-FORWARD = [spec for spec in fp8_specs() if spec.out_dtype == "bfloat16" or spec.head_dim == 128]
+FORWARD = differing()
+FORWARD += [spec for spec in fp8_specs() if spec.out_dtype == "float16" and spec.head_dim == 128 and spec.causal]
 # Chunks take more registers than windows alone.
-MASKED = [spec for spec in fp8_specs(Features(window=True, chunk=True)) if spec.out_dtype == "bfloat16"]
-MASKED += [
-    spec
-    for spec in fp8_specs(Features(window=True))
-    if spec.out_dtype == "bfloat16" and spec.config.two_level and spec.head_dim in (64, 128, 256)
-]
+MASKED = differing(Features(window=True, chunk=True))
 # Ragged batches have more to find and to keep; head_dim 256 has least room for it.
-MASKED += [spec for spec in fp8_specs(Features(ragged=True)) if spec.out_dtype == "bfloat16" and spec.config.two_level]
-MASKED += [
-    spec
-    for spec in fp8_specs(Features(window=True, chunk=True, ragged=True))
-    if spec.out_dtype == "bfloat16" and spec.config.two_level and spec.head_dim in (64, 256)
-]
+MASKED += [spec for spec in differing(Features(ragged=True)) if spec.causal or spec.head_dim == 256]
+MASKED += [spec for spec in differing(Features(window=True, chunk=True, ragged=True)) if spec.head_dim in (64, 256)]
 # e5m2 has another instruction in the place of e4m3's.
-IN_E5M2 = [
-    spec
-    for features in (Features(), Features(window=True, chunk=True, ragged=True))
-    for spec in fp8_specs(features, E5M2)
-    if spec.out_dtype == "bfloat16" and spec.config.two_level
-    if spec.causal or (spec.features.ragged and spec.head_dim == 256)
-]
+IN_E5M2 = [spec for spec in differing(dtype=E5M2) if spec.config.two_level and spec.causal]
+IN_E5M2 += [spec for spec in differing(Features(window=True, chunk=True, ragged=True), E5M2) if spec.head_dim == 256]
 QUANTIZE = [spec for spec in quantize_specs() if spec.dtype != "float16"]
 QUANTIZE += [spec for spec in quantize_specs(out_dtype=E5M2) if spec.dtype == "bfloat16" and spec.head_dim == 128]
 QUANTIZE += [spec for spec in quantize_specs(ragged=True) if spec.dtype != "float16" and spec.head_dim in (128, 256)]

@@ -25,11 +25,11 @@ def test_kernels_are_compiled_once_and_those_that_spill_left_out(
     monkeypatch.setattr(compiler, "source_digest", lambda: "digest")  # the sources may be edited while tests run
     monkeypatch.setattr(compiler, "_sources", lambda: "digest")
     monkeypatch.setattr(findings, "search_variants", lambda *dims: lambda base: CONFIGS)
-    command = ["tune", "--head-dim", "64", "--mask", "full", "--seqlen", "2k", "--compile-only", "--jobs", "1"]
+    command = ["tune", "--head-dim", "64", "--mask", "full", "--seqlen", "8k", "--compile-only", "--jobs", "1"]
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("2 compiled, 0 already there in ")
-    problem = problem_of(Cell.of("bfloat16", 64, False, 2048))
+    problem = problem_of(Cell.of("bfloat16", 64, False, 8192))
     fine, spilling = (cached_report(main_spec(FORWARD, problem, config)) for config in CONFIGS.values())
     assert fine is not None
     assert spilling is not None

@@ -10,8 +10,10 @@ import torch
 from fp8_checks import assert_quantised_alike, compare, same_bits, source
 from tolerance import root_mean_square
 
-from flashhopper import flash_attn_fp8_func, flash_attn_func, launch, launch_fp8, quantize_fp8, reference_fp8
+from flashhopper import flash_attn_fp8_func, flash_attn_func, fp8, launch, launch_fp8, quantize_fp8, reference_fp8
+from flashhopper.fp8 import Descales
 from flashhopper.heuristics_fp8 import FP8_TABLE
+from flashhopper.options import AttentionOptions
 from flashhopper.reference import attention
 from flashhopper.reference_fp8 import E4M3
 
@@ -61,6 +63,22 @@ def test_attention(row: Any, causal: bool, accumulate: Any) -> None:
             ref, ref_lse = attention(*plain, softmax_scale=row.head_dim**-0.5, causal=causal)
             compare(out, lse, ref, ref_lse)
             assert out.transpose(1, 2)[ref_lse == -math.inf].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", ["two_level", "centered", "fast"])
+@pytest.mark.parametrize("row", FP8_TABLE, ids=lambda row: f"{row.head_dim}-{row.head_dim_v}-{row.max_seqlen_k}")
+def test_each_configuration(row: Any, kind: str, causal: bool) -> None:
+    """Whatever the length: calls choose by it, and up to 2k keys all take the one for fast accumulation."""
+    config = getattr(row, kind)
+    for seqlen_q, seqlen_k in ((300, 4500), (700, 129), (1, 2048)):
+        shapes = (seqlen_q, 4, row.head_dim), (seqlen_k, 2, row.head_dim), (seqlen_k, 2, row.head_dim_v)
+        q, k, v = (torch.randn(2, *shape, device="cuda").to(BF16) for shape in shapes)
+        quantised = quantize_fp8(q, k, v, center_v=kind != "two_level")
+        inputs = fp8._quantized_inputs(tuple(quantised), AttentionOptions(causal=causal), Descales(), None)
+        out, lse = launch_fp8.forward(inputs.operands(), inputs.problem.validate(), kind == "fast", config)
+        plain = (x.dequantize() for x in quantised)
+        compare(out, lse, *attention(*plain, softmax_scale=row.head_dim**-0.5, causal=causal))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -223,7 +241,7 @@ def test_options_that_are_not_there_yet() -> None:
 @pytest.mark.parametrize("lengths", [(1, 1025), (191, 1100), (192, 2048), (193, 2049), (1000, 4500)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_three_warpgroups_at_head_dim_128(causal: bool, lengths: tuple[int, int], accumulate: Any) -> None:
-    """More than 1k keys of centred values: tiles of 192 rows and 64 keys, O flushed each 2048 keys."""
+    """Tiles of 192 rows and 64 keys, O flushed each 2048 keys of centred values."""
     for dtype, heads_k in ((BF16, 6), (FP16, 2)):
         q = torch.randn(2, lengths[0], 6, 128, device="cuda").to(dtype)
         k, v = (torch.randn(2, lengths[1], heads_k, 128, device="cuda").to(dtype) for _ in range(2))

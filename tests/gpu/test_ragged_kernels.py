@@ -80,6 +80,8 @@ def test_head_dims_and_dtypes(head_dim: int, dtype: torch.dtype) -> None:
     batch = Batch(Side([100, 0, 333, 5], outside=9), Side([130, 20, 290, 500]))
     for features in ({}, CAUSAL, WINDOW):
         check(ragged_inputs(batch, 4, 2, head_dim, dtype), call_of(batch, features))
+    long = Batch(Side([100, 300]), Side([130, 4200]))  # more keys than the table's rows for short sequences serve
+    check(ragged_inputs(long, 2, 1, head_dim, dtype), call_of(long, CAUSAL))
 
 
 @pytest.mark.parametrize("heads, heads_k", [(3, 3), (6, 1), (12, 2), (5, 1), (16, 2)])

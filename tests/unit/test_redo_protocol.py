@@ -386,7 +386,9 @@ def variants() -> Iterator[tuple[str, KernelSpec]]:
     """The table's pipelines under each scheduler and softmax, and the smallest there is."""
     smallest = ForwardConfig(64, 128, num_stages=1)
     largest = ForwardConfig(256, 64, num_stages=2, warpgroup_order="relay")
-    bases = [*TABLE, *(KernelSpec("bfloat16", 64, 64, True, config) for config in (smallest, largest))]
+    ahead = ForwardConfig(128, 64, num_stages=2, num_q_stages=2, prefetch_scores=True, warpgroup_order="relay")
+    others = (smallest, largest, ahead, replace(ahead, warpgroup_order="ping_pong"))
+    bases = [*TABLE, *(KernelSpec("bfloat16", 64, 64, True, config) for config in others)]
     for index, base in enumerate(bases):
         for scheduler in ("single", "static", "dynamic"):
             for softmax in ("exact", "lazy"):

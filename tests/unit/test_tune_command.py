@@ -49,7 +49,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--head-dim", "72"), "TILE_TABLE has no row of its own for d72; head dims of rows: 64 64, 96 96"),
         (("--head-dim", "128", "64", "--pass", "backward"), "BACKWARD_TABLE has no row of its own for d128x64"),
         (("--head-dim", "64", "64", "64"), "got 3 numbers"),
-        (("--dtype", "float16", "--write"), "no rows by dtype"),
+        (("--dtype", "float16", "--write"), "rows and their figures are of bfloat16"),
     ],
 )
 def test_what_cannot_run_is_one_line(

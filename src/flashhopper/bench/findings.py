@@ -142,8 +142,11 @@ class Finding:
             return None
         row, reason = self.of.row, self.reason(device)
         changes: dict[str, Any] = {"config": best.config, "reason": reason}
-        if isinstance(row, TileRow) and self.of.cells[0].dtype == "float16":
-            changes = {"exact": best.config, "reason": f"{row.reason}; {reason}"}
+        if isinstance(row, TileRow):
+            if self.of.cells[0].dtype == "float16":
+                changes = {"exact": best.config, "reason": f"{row.reason}; {reason}"}
+            elif row.exact is None:
+                changes["exact"] = row.config  # float16 keeps what it has
         return row._replace(**changes, causal=self.of.causal)
 
     def reason(self, device: str) -> str:

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     from flashhopper.inspect_kernel import cached_report, warm_with_report
 
     if args.write and args.dtype != "bfloat16":
-        raise BenchError("--write: the tables have no rows by dtype, their figures are of bfloat16; leave --dtype out")
+        raise BenchError("--write: the rows and their figures are of bfloat16; leave --dtype out")
     cells = _cells(args)
     classes = length_classes(cells, args.kind, args.skip)
     if args.dry_run:

@@ -25,8 +25,7 @@ def turn_barrier(warpgroup: Any, slot: Any, base: int = NamedBarrier.TURN) -> An
 class TurnTaking:
     """``ping_pong``: every block's GEMMs are issued in turn. ``relay``: the turn is passed when S is there, not when it
     is issued, so that one warpgroup has the tensor cores to itself, but for P·V of others. ``stagger``: only the first
-    GEMM of a tile waits, for the one of the warpgroup before; from there they stay apart by themselves. ``free``:
-    nobody waits.
+    GEMM of a tile waits, for the one of the warpgroup before. ``free``: nobody waits.
     """
 
     def __init__(self, order: str, num_warpgroups: int, index: Int32, base: int = NamedBarrier.TURN):
