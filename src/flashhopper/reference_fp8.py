@@ -22,6 +22,7 @@ WHOLE_SEQUENCE = 2**30  # rows that share a scale where there is one for a whole
 VALUE_KEYS = 128  # V's rows are padded to whole blocks of so many keys
 STATISTICS_KEYS = 512  # keys whose sum, minimum and maximum are taken together, by
 STATISTICS_LANES = 8  # threads with every eighth key each
+EXPONENT_BITS = 0x7F800000  # of fp32
 SCALE_EXPONENTS = (-100, 120)  # of power-of-two scales; their reciprocals are normal fp32 numbers
 
 SCALE_KINDS: tuple[ScaleKind, ...] = ("power_of_two", "amax")
@@ -154,17 +155,29 @@ def channel_statistics(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
     return total, lowest, highest
 
 
+def rounded_to_spacing(mean: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``mean`` rounded to a multiple of the spacing that ``dtype`` has at ``largest``, both fp32: what fp32 has at
+    1.5 · 2**(exponent + what fp32's mantissa is longer), which is added and subtracted again."""
+    steps = 23 - min(round(-math.log2(torch.finfo(dtype).eps)), 23)
+    exponent = (largest.view(torch.int32) & EXPONENT_BITS).clamp(max=EXPONENT_BITS - ((steps + 1) << 23))
+    shift = (exponent + (steps << 23) | 0x400000).view(torch.float32)
+    return (mean + shift) - shift
+
+
 def value_scales(
     v: torch.Tensor, kind: ScaleKind, center: bool, dtype: torch.dtype = E4M3
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Scale, its reciprocal and the mean of each channel of V over all keys, fp32 ``(b, h, d)``.
 
-    The mean is rounded to V's dtype: V less the mean then lies on a grid around 0, whose roundings to FP8 cancel over
-    the keys. On a shifted grid they share a sign: 2.4e-3 at any length for values around 1 in bfloat16.
+    The mean is rounded to a multiple of the spacing that V's dtype has at the channel's largest value: V less the mean
+    then lies on a grid around 0, whose roundings to FP8 cancel over the keys. On a shifted grid they share a sign:
+    2.4e-3 at any length for values around 1 in bfloat16.
     """
     total, lowest, highest = channel_statistics(v)
     mean = total * torch.tensor(1.0 / max(v.shape[1], 1), dtype=torch.float32)
-    mean = mean.to(v.dtype).float()
+    largest = torch.maximum(highest, -lowest)
+    largest = largest.masked_fill(~largest.isfinite(), 0.0)
+    mean = rounded_to_spacing(mean, largest, v.dtype)
     mean = mean.masked_fill(~mean.isfinite(), 0.0) if center else torch.zeros_like(mean)
     amax = torch.maximum(highest - mean, mean - lowest)
     amax = amax.masked_fill(~amax.isfinite(), 0.0)

@@ -236,12 +236,39 @@ def test_values_get_a_scale_and_a_mean_per_channel(center: bool, fp8: torch.dtyp
     v = (torch.randn(1, 400, 2, 32) * torch.logspace(-3, 3, 32) + 5).to(BF16)
     data, scale, mean = quantize_values(v, "power_of_two", center, fp8)
     expected = v.double().mean(1) if center else torch.zeros(1, 2, 32).double()
-    torch.testing.assert_close(mean.double(), expected, atol=1e-5, rtol=2.0**-8)
-    assert torch.equal(mean, mean.to(BF16).float())
+    spacing = spacing_of(v)
+    assert ((mean - expected).abs() <= spacing / 2 + 1e-5 * expected.abs()).all()
+    assert torch.equal(mean, (mean / spacing).round() * spacing)
     centred = v.float() - mean[:, None]
     assert torch.equal(scale, scales_of(centred.abs().amax(1), "power_of_two", fp8)[0])
     error = (restore_values(data, 400).float() * scale[:, None] - centred).abs()
     assert (error <= rounding_error(centred, scale[:, None], fp8)).all()
+
+
+def spacing_of(v: torch.Tensor) -> torch.Tensor:
+    """Of v's dtype at the largest value of each channel, ``(batch, heads, head_dim)``."""
+    return torch.finfo(v.dtype).eps * v.float().abs().amax(1).log2().floor().exp2()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(
+    "factor, mean",
+    [(0.01, 0.0), (0.6, 1.0), (-0.4, 0.0), (-1.6, -2.0), (37.0, 37.0)],
+)
+def test_a_mean_is_a_multiple_of_the_spacing_at_the_largest_value(
+    dtype: torch.dtype, factor: float, mean: float
+) -> None:
+    """Whose values less the mean are values of v's dtype again: roundings to FP8 then cancel over the keys."""
+    spacing = torch.finfo(dtype).eps * 2  # from 2 to 4
+    v = torch.tensor([2.0, -2.0, factor * spacing * 3], dtype=dtype).view(1, 3, 1, 1).expand(1, 3, 1, 16)
+    assert torch.equal(quantize_values(v, "power_of_two", True)[2], torch.full((1, 1, 16), mean * spacing))
+
+
+def test_a_channel_that_is_nearly_as_large_as_its_dtype_allows_has_a_mean() -> None:
+    v = torch.full((1, 3, 1, 16), torch.finfo(BF16).max, dtype=BF16)
+    assert torch.equal(quantize_values(v, "power_of_two", True)[2], torch.zeros(1, 1, 16))  # the sum is not finite
+    v = torch.full((1, 3, 1, 16), 2.0**125, dtype=BF16)
+    assert torch.equal(quantize_values(v, "power_of_two", True)[2], torch.full((1, 1, 16), 2.0**125))
 
 
 @each_type

@@ -27,6 +27,8 @@ WARPS = 8
 STATISTICS_KEYS = 512
 LANES = 8  # threads that share a channel's keys
 SUM, LOWEST, HIGHEST = range(3)
+EXPONENT_BITS = 0x7F800000  # of fp32
+MANTISSA_BITS = {"bfloat16": 7, "float16": 10}
 
 
 class ValueStatisticsKernel:
@@ -111,6 +113,16 @@ class ValueScalesKernel:
             grid=(num_ctas, 1, 1), block=(self.spec.head_dim, 1, 1), stream=stream
         )
 
+    @cute.jit
+    def rounded_mean(self, mean: Float32, largest: Float32):
+        """``reference_fp8.rounded_to_spacing``."""
+        steps = 23 - MANTISSA_BITS[self.spec.dtype]
+        bits = ptx.float_bits(largest) & EXPONENT_BITS
+        if bits == EXPONENT_BITS:  # not finite
+            bits = Int32(0)
+        shift = ptx.bits_float((cutlass.min(bits, EXPONENT_BITS - ((steps + 1) << 23)) + (steps << 23)) | 0x400000)
+        return ptx.add_here(ptx.add_here(mean, shift), -shift)
+
     @cute.kernel
     def kernel(
         self,
@@ -139,7 +151,7 @@ class ValueScalesKernel:
             highest = cute.arch.fmax(highest, mPartial[entry, head, chunk, HIGHEST, tidx])
         mean = Float32(0.0)
         if const_expr(self.spec.center):
-            mean = (total * one_over_keys).to(ELEMENTS[self.spec.dtype]).to(Float32)
+            mean = self.rounded_mean(total * one_over_keys, cute.arch.fmax(highest, -lowest))
             if not cute.arch.fmax(mean, -mean) < Float32.inf:
                 mean = Float32(0.0)
         amax = cute.arch.fmax(highest - mean, mean - lowest)
