@@ -44,9 +44,9 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> to
 
 @lru_cache(maxsize=256)
 def _sign_words(seed: int | None, head_dim: int) -> tuple[int, ...]:
-    """The sign bits as 8 signed 32-bit words."""
+    """The sign bits as 8 signed words of 32 channels each, the even channels' in the lower half."""
     bits = 0 if seed is None else reference_fp8.sign_bits(seed, head_dim)
-    words = [bits >> 32 * i & 0xFFFFFFFF for i in range(SIGN_WORDS)]
+    words = [sum((bits >> 32 * i + c & 1) << c // 2 + 16 * (c % 2) for c in range(32)) for i in range(SIGN_WORDS)]
     return tuple(word - 2**32 if word >= 2**31 else word for word in words)
 
 

@@ -86,10 +86,10 @@ def test_quantising(spec: QuantizeSpec) -> None:
     assert_nothing_in_local_memory(report)
     assert report.opcodes.get("LDG", 0) >= 1
     assert report.opcodes.get("STG", 0) >= 1
-    if isinstance(spec, QuantizeRowsSpec):  # 16 bytes a load and a store
+    if isinstance(spec, QuantizeRowsSpec):  # 16 bytes a load, 8 a store
         lengths = 3 if spec.ragged else 0  # cu_seqlens, in the search and after it, and a length
         assert report.sass.count("LDG.E.128") == report.opcodes["LDG"] - lengths >= 2
-        assert report.sass.count("STG.E.128") == report.opcodes["STG"] - 1  # and a scale
+        assert report.sass.count("STG.E.64") == report.opcodes["STG"] - 1  # and a scale
     if isinstance(spec, QuantizeRowsSpec | QuantizeValuesSpec):
         conversions = re.findall(r"F2FP\.SATFINITE\.(\w+)", report.sass)
         assert len(conversions) >= 8

@@ -17,7 +17,7 @@ from flashhopper.fp8 import Descales, checked_inputs
 from flashhopper.kernels.features import FeatureArgs
 from flashhopper.options import AttentionOptions
 from flashhopper.problem import RaggedTensors, SoftmaxTensors
-from flashhopper.reference_fp8 import E4M3, E5M2
+from flashhopper.reference_fp8 import E4M3, E5M2, sign_bits
 from flashhopper.reference_fp8_varlen import Sequences
 
 BF16 = torch.bfloat16
@@ -46,6 +46,16 @@ def launched(tensors: Any, options: AttentionOptions, ragged: RaggedTensors | No
     inputs = checked_inputs(tuple(tensors), options, Descales(), SoftmaxTensors(), ragged)
     inputs.problem.validate()
     return launch_fp8.forward(inputs.operands(), inputs.problem, False, ragged=ragged)
+
+
+def test_sign_words_have_the_even_channels_in_the_lower_half() -> None:
+    words, bits = launch_fp8._sign_words(3, 192), sign_bits(3, 192)
+    for channel in range(256):
+        place = channel % 32 // 2 + 16 * (channel % 2)
+        assert words[channel // 32] >> place & 1 == bits >> channel & 1
+    assert min(words) < 0
+    assert max(map(abs, words)) <= 2**31
+    assert launch_fp8._sign_words(None, 64) == (0,) * 8
 
 
 def test_a_dense_call_with_a_window(calls: Calls) -> None:

@@ -14,21 +14,16 @@ from flashhopper.config import ELEMENT_BYTES, FP8_MAX_EXPONENT, QuantizeRowsSpec
 from flashhopper.kernels import ptx
 from flashhopper.kernels.forward import ELEMENTS
 from flashhopper.kernels.ragged import OwnBlocks
-from flashhopper.kernels.values import divide
+from flashhopper.kernels.values import ceil_div, divide
 
-CHANNELS = 16  # of a thread: 32 bytes in, 16 bytes out
-MAX_THREADS = 256
+VECTOR = 8  # channels that a thread loads at once
+ROW_THREADS = 4  # of a row; more of them would leave more of the transform to shuffles
+STRIDE = ROW_THREADS * VECTOR  # channels between two vectors of a thread: its row's threads read whole sectors
+THREAD_VALUES = 64  # at most, unless a row has more for a thread
 WARP = 32
-SIGN_WORDS = 8  # 32-bit words of sign bits, for 256 channels
+SIGN_WORDS = 8  # of the signs of 32 channels each: 256 channels
+SIGN_BITS = 0x80008000 - 2**32  # of two 16-bit values
 SCALE_EXPONENTS = (-100, 120)
-SIGN_BIT = -(2**31)
-
-
-@cute.jit
-def finite_magnitude(x: Float32):
-    """|x|, or 0 if x is Inf or NaN."""
-    magnitude = cute.arch.fmax(x, -x)
-    return magnitude if magnitude < Float32.inf else Float32(0.0)
 
 
 @cute.jit
@@ -51,32 +46,45 @@ def scale_of(amax: Float32, is_power_of_two: cutlass.Constexpr[bool], max_expone
     return scale, inverse
 
 
-def saturating(x: Float32) -> Float32:
+def without_infinity(x: Float32) -> Float32:
     """x for the conversion to FP8, which turns infinities into the largest number: they become NaN, and zeros keep
     their sign."""
     return x * 0.0 + x
 
 
+def larger_magnitude(largest: Float32, x: Float32) -> Float32:
+    """The larger one of ``largest`` and |x|; NaN is left out."""
+    return cute.arch.fmax(largest, cute.arch.fmax(x, -x))
+
+
+def vector_words(gX: cute.Tensor, row: Any, column: int = 0) -> cute.Tensor:
+    """Eight elements of a (rows, columns) tensor as 32-bit words."""
+    words = cute.recast_ptr(cute.domain_offset((row, column), gX).iterator, dtype=Int32)
+    return cute.make_tensor(words, cute.make_layout(VECTOR * gX.element_type.width // Int32.width))
+
+
 class QuantizeRowsKernel:
-    """One CTA per block of rows of a head; a thread holds 16 channels of some rows from load to store."""
+    """One CTA per block of rows of a head; a thread holds every fourth vector of some rows from load to store."""
 
     def __init__(self, spec: QuantizeRowsSpec):
         self.spec = spec
-        self.threads_per_row = 1
-        while self.threads_per_row * CHANNELS < spec.head_dim:  # a power of two, for the shuffles
-            self.threads_per_row *= 2
-        self.num_threads = min(MAX_THREADS, spec.rows * self.threads_per_row)
-        self.rows_per_pass = self.num_threads // self.threads_per_row
-        self.passes = spec.rows // self.rows_per_pass
+        self.vectors = ceil_div(spec.head_dim, STRIDE)
+        self.channels = self.vectors * VECTOR  # of a thread
+        self.passes = 1  # more values in a thread: fewer instructions each, fewer warps that wait for each other
+        while 2 * self.passes * self.channels <= THREAD_VALUES:
+            self.passes *= 2
+        self.num_threads = spec.rows * ROW_THREADS // self.passes
+        self.rows_per_pass = spec.rows // self.passes
         self.block = spec.head_dim & -spec.head_dim  # channels that are transformed together
+        self.norm = self.block**-0.5 if spec.hadamard else 1.0
 
     @cute.jit
     def __call__(
         self, mX: cute.Tensor, mData: cute.Tensor, mScale: cute.Tensor, signs: tuple, sequences: Any, stream: Any
     ):
         """``mX``, ``mData`` ``(batch, seqlen, heads, head_dim)``, ``mScale`` fp32 ``(batch, heads, blocks)``;
-        ``signs``: 8 words, bit i of which is set if channel i changes its sign. ``sequences``: of a ragged batch,
-        whose tensors have a batch of 1 and whose blocks are :class:`OwnBlocks`, that class's first two, else None."""
+        ``signs``: of 32 channels a word, as :meth:`flip` has them. ``sequences``: of a ragged batch, whose tensors have
+        a batch of 1 and whose blocks are :class:`OwnBlocks`, that class's first two, else None."""
         num_ctas = cute.size(mScale)
         self.kernel(mX, mData, mScale, signs, sequences).launch(
             grid=(num_ctas, 1, 1), block=(self.num_threads, 1, 1), stream=stream
@@ -92,83 +100,95 @@ class QuantizeRowsKernel:
         first_row, end = block * spec.rows, cute.size(mX, mode=[1])
         if const_expr(spec.ragged):
             _, first_row, end = OwnBlocks(sequences[0], sequences[1], end, spec.rows).find(block)
-        part = tidx % self.threads_per_row
-        column = part * CHANNELS
-        first_row = first_row + tidx // self.threads_per_row
-        halves = cute.make_rmem_tensor((CHANNELS // 2, 2, self.passes), mX.element_type)
-        halves.fill(0.0)
+        part = tidx % ROW_THREADS
+        column = cute.assume(part * VECTOR, divby=VECTOR)
+        first_row = first_row + tidx // ROW_THREADS
+        gX = cute.domain_offset((first_row, column), mX[batch, None, head, None])
+        pairs = cute.make_rmem_tensor((VECTOR // 2, self.vectors, self.passes), Int32)
+        pairs.fill(0)
         for i in cutlass.range_constexpr(self.passes):  # every load is issued before the first is used
-            row = first_row + i * self.rows_per_pass
-            if row < end and column < spec.head_dim:
-                for half in cutlass.range_constexpr(2):
-                    gX = cute.domain_offset((column + half * (CHANNELS // 2),), mX[batch, row, head, None])
-                    vector = cute.make_tensor(gX.iterator.align(16), cute.make_layout(CHANNELS // 2))
-                    cute.autovec_copy(vector, halves[None, half, i])
-        values = cute.make_rmem_tensor((CHANNELS, self.passes), Float32)
-        flat = cute.make_tensor(values.iterator, cute.make_layout(cute.size(values)))
-        flat.store(cute.make_tensor(halves.iterator, flat.layout).load().to(Float32))
+            if first_row + i * self.rows_per_pass < end:
+                for v in cutlass.range_constexpr(self.vectors):
+                    if v * STRIDE + column < spec.head_dim:
+                        cute.autovec_copy(vector_words(gX, i * self.rows_per_pass, v * STRIDE), pairs[None, v, i])
+        if const_expr(spec.hadamard):
+            self.flip(pairs, signs, part)
+        values = cute.make_rmem_tensor((self.channels, self.passes), Float32)
+        for k in cutlass.range_constexpr(cute.size(values)):
+            values[k] = ptx.unpack_16bit(pairs[k // 2], k % 2 == 1, mX.element_type)
         amax = Float32(0.0)
         for i in cutlass.range_constexpr(self.passes):
             if const_expr(spec.hadamard):
-                self.transform(values[None, i], signs, part)
-            for c in cutlass.range_constexpr(CHANNELS):
-                amax = cute.arch.fmax(amax, finite_magnitude(values[c, i]))
-        largest, max_exponent = self.largest_of_block(amax, tidx), FP8_MAX_EXPONENT[spec.out_dtype]
-        scale, inverse = scale_of(largest, spec.scales == "power_of_two", max_exponent)
+                self.transform(values[None, i], part)
+            for c in cutlass.range_constexpr(self.channels):
+                amax = larger_magnitude(amax, values[c, i])
+        shared = cutlass.memory.SmemAllocator().allocate_array(Int32, self.num_threads // WARP)
+        by_warp = cute.make_tensor(shared, cute.make_layout(self.num_threads // WARP))
+        largest = self.largest_of_block(amax, by_warp, tidx)
+        if largest == Float32.inf:  # again without infinities: they are rare, and would cost two instructions a value
+            amax = Float32(0.0)
+            for k in cutlass.range_constexpr(cute.size(values)):  # as two loops it takes 103 registers instead of 80
+                values[k] = without_infinity(values[k])
+                amax = larger_magnitude(amax, values[k])
+            cute.arch.sync_threads()  # all have read the largest values before
+            largest = self.largest_of_block(amax, by_warp, tidx)
+        max_exponent, is_power_of_two = FP8_MAX_EXPONENT[spec.out_dtype], spec.scales == "power_of_two"
+        scale, inverse = scale_of(largest * self.norm, is_power_of_two, max_exponent)
         if tidx == 0:
             mScale[batch, head, block] = scale
+        # A product with a power of two rounds nothing: one product instead of two, with the same result. Below 2**-126
+        # it does round, but what is left there is 0 in FP8.
+        first, second = (1.0, inverse * self.norm) if is_power_of_two else (self.norm, inverse)
+        packed = cute.make_rmem_tensor((VECTOR // 4, self.vectors, self.passes), Int32)
+        for w in cutlass.range_constexpr(cute.size(packed)):
+            packed[w] = ptx.pack_8bit(tuple(values[4 * w + c] * first * second for c in range(4)), mData.element_type)
+        gData = cute.domain_offset((first_row, column), mData[batch, None, head, None])
         for i in cutlass.range_constexpr(self.passes):
-            packed = cute.make_rmem_tensor((CHANNELS // 4,), Int32)
-            for w in cutlass.range_constexpr(CHANNELS // 4):
-                four = tuple(saturating(values[4 * w + c, i] * inverse) for c in range(4))
-                packed[w] = ptx.pack_8bit(four, mData.element_type)
-            row = first_row + i * self.rows_per_pass
-            if row < end and column < spec.head_dim:
-                gData = cute.domain_offset((column,), mData[batch, row, head, None])
-                words = cute.recast_ptr(gData.iterator.align(16), dtype=Int32)
-                cute.autovec_copy(packed, cute.make_tensor(words, cute.make_layout(CHANNELS // 4)))
+            if first_row + i * self.rows_per_pass < end:
+                for v in cutlass.range_constexpr(self.vectors):
+                    if v * STRIDE + column < spec.head_dim:
+                        words = vector_words(gData, i * self.rows_per_pass, v * STRIDE)
+                        cute.autovec_copy(packed[None, v, i], words)
 
     @cute.jit
-    def transform(self, x: cute.Tensor, signs: tuple, part: Int32):
-        """Signs and Hadamard transform of one row's channels: strides below 16 within the thread, the others by
-        shuffles. A thread adds or subtracts its own value: the product with ±1 is exact."""
-        word = signs[0]
-        for w in cutlass.range_constexpr(1, SIGN_WORDS):
-            word = signs[w] if part // 2 == w else word
-        bits = word >> (part % 2 * CHANNELS)
-        for c in cutlass.range_constexpr(CHANNELS):
-            x[c] = ptx.bits_float(ptx.float_bits(x[c]) ^ ((bits << (31 - c)) & SIGN_BIT))
+    def flip(self, pairs: cute.Tensor, signs: tuple, part: Int32):
+        """Random signs, of pairs of channels, whose conversion to fp32 keeps them. Bit i of a word is the sign of
+        channel 2 i, bit 16 + i that of channel 2 i + 1: a shift takes both to where the pair has its own."""
+        for v in cutlass.range_constexpr(self.vectors):
+            word = signs[v] >> (part * (VECTOR // 2))
+            for c in cutlass.range_constexpr(VECTOR // 2):
+                bits = (word << (15 - c)) & SIGN_BITS
+                for i in cutlass.range_constexpr(self.passes):
+                    pairs[c, v, i] = pairs[c, v, i] ^ bits
+
+    @cute.jit
+    def transform(self, x: cute.Tensor, part: Int32):
+        """Hadamard transform of one row's channels, but for the norm: strides below 8 within a vector, then by
+        shuffles between threads, then between a thread's vectors. A thread adds or subtracts its own value: the product
+        with ±1 is exact."""
         stride = 1
-        while const_expr(stride < min(self.block, CHANNELS)):
-            for c in cutlass.range_constexpr(CHANNELS):
-                if const_expr(c & stride == 0):
-                    low, high = x[c], x[c + stride]
-                    x[c], x[c + stride] = low + high, low - high
-            stride *= 2
         while const_expr(stride < self.block):
-            lanes = stride // CHANNELS
-            sign = Float32(1.0) if part & lanes == 0 else Float32(-1.0)
-            for c in cutlass.range_constexpr(CHANNELS):
-                x[c] = x[c] * sign + cute.arch.shuffle_sync_bfly(x[c], offset=lanes)
+            if const_expr(VECTOR <= stride < STRIDE):
+                lanes = stride // VECTOR
+                sign = Float32(1.0) if part & lanes == 0 else Float32(-1.0)
+                for c in cutlass.range_constexpr(self.channels):
+                    x[c] = x[c] * sign + cute.arch.shuffle_sync_bfly(x[c], offset=lanes)
+            else:
+                distance = stride if const_expr(stride < VECTOR) else stride // ROW_THREADS
+                for c in cutlass.range_constexpr(self.channels):
+                    if const_expr(c & distance == 0):
+                        low, high = x[c], x[c + distance]
+                        x[c], x[c + distance] = low + high, low - high
             stride *= 2
-        for c in cutlass.range_constexpr(CHANNELS):
-            x[c] = x[c] * self.block**-0.5
 
     @cute.jit
-    def largest_of_block(self, amax: Float32, tidx: Int32):
-        """The largest value of all threads."""
-        for lanes in (1, 2, 4, 8, 16):
-            amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, offset=lanes))
-        num_warps = self.num_threads // WARP
-        shared = cutlass.memory.SmemAllocator().allocate_array(Float32, MAX_THREADS // WARP)
-        by_warp = cute.make_tensor(shared, cute.make_layout(num_warps))
+    def largest_of_block(self, amax: Float32, by_warp: cute.Tensor, tidx: Int32):
+        """The largest value of all threads, none of which is negative: their bits compare as they do."""
+        largest = cute.arch.warp_redux_sync(ptx.float_bits(amax), "max")
         if tidx % WARP == 0:
-            by_warp[tidx // WARP] = amax
+            by_warp[tidx // WARP] = largest
         cute.arch.sync_threads()
-        largest = by_warp[0]
-        for w in cutlass.range_constexpr(1, num_warps):
-            largest = cute.arch.fmax(largest, by_warp[w])
-        return largest
+        return ptx.bits_float(cute.arch.warp_redux_sync(by_warp[tidx % cute.size(by_warp)], "max"))
 
 
 def fake_sequences(ragged: bool) -> Any:

@@ -14,7 +14,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, mak
 from flashhopper.config import ELEMENT_BYTES, FP8_MAX_EXPONENT, QuantizeValuesSpec, ValueScalesSpec, ValueStatisticsSpec
 from flashhopper.kernels import ptx
 from flashhopper.kernels.forward import ELEMENTS
-from flashhopper.kernels.quantize import fake_sequences, saturating, scale_of
+from flashhopper.kernels.quantize import fake_sequences, scale_of, without_infinity
 from flashhopper.kernels.ragged import OwnBlocks, own_block
 from flashhopper.kernels.values import ceil_div, divide
 
@@ -242,7 +242,7 @@ class QuantizeValuesKernel:
                 key = word // 4 * 16 + 8 * (j // 2) + 2 * (word % 4) + j % 2
                 for c in cutlass.range_constexpr(VECTOR):
                     mean, inverse = mMean[batch, head, column + c], mInverse[batch, head, column + c]
-                    y = saturating((numbers[c, j] - mean) * inverse)
+                    y = without_infinity((numbers[c, j] - mean) * inverse)
                     numbers[c, j] = y if key < num_keys else Float32(0.0)
         for c in cutlass.range_constexpr(VECTOR):
             four = tuple(numbers[c, j] for j in range(4))
