@@ -147,6 +147,7 @@ class Machine:
             sync_threads=lambda: None,
             mbarrier_init_fence=lambda: None,
             fence_acq_rel_gpu=lambda: None,
+            griddepcontrol_launch_dependents=lambda: None,
             shuffle_sync=lambda value, lane: value,
             mbarrier_init=lambda pointer, count: pointer.target.init(count),
             mbarrier_arrive=lambda pointer: pointer.target.arrive(),
@@ -234,7 +235,7 @@ class Machine:
         k, v = RingState.start(config.num_stages), RingState.start(config.num_stages)
         item = 0
         yield self.full(self.cta.q_ring, q)
-        m_block = mailbox.read(Mailbox.M_BLOCK, q.stage, 0)
+        m_block = mailbox.read(q.stage, Mailbox.M_BLOCK)
         if m_block >= 0:
             k, v = yield from self.first_scores(index, m_block, q, k, v)
         while m_block >= 0:
@@ -251,14 +252,14 @@ class Machine:
                 self.release(self.cta.v_ring, v, WARPS_PER_WARPGROUP)
                 k, v = k.next(), v.next()
             words = (Mailbox.HEAD, Mailbox.BATCH, Mailbox.EXACT)
-            head, batch, exact = (mailbox.read(word, q.stage, 0) for word in words)
+            head, batch, exact = (mailbox.read(q.stage, word) for word in words)
             yield self.full(self.cta.v_ring, v)
             if not config.share_qo_smem:
                 self.release(self.cta.q_ring, q, WARPS_PER_WARPGROUP)
             following, m_block_ahead, is_issued = q.next(), 0, False
             if config.prefetch_scores:
                 yield self.full(self.cta.q_ring, following)
-                m_block_ahead = mailbox.read(Mailbox.M_BLOCK, following.stage, 0)
+                m_block_ahead = mailbox.read(following.stage, Mailbox.M_BLOCK)
                 is_issued = m_block_ahead >= 0 and self.blocks(index, m_block_ahead)[0] == 0
                 if is_issued:
                     yield from self.await_turn(index, following)
@@ -284,7 +285,7 @@ class Machine:
                 self.release(self.cta.q_ring, following, WARPS_PER_WARPGROUP)
                 following = following.next()
             yield self.full(self.cta.q_ring, following)
-            m_block, q = mailbox.read(Mailbox.M_BLOCK, following.stage, 0), following
+            m_block, q = mailbox.read(following.stage, Mailbox.M_BLOCK), following
             if m_block >= 0 and not is_issued:
                 k, v = yield from self.first_scores(index, m_block, q, k, v)
             item += 1

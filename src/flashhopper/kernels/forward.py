@@ -101,7 +101,13 @@ class ForwardKernel:
             (seqlen_q, seqlen_k, heads, heads_k),
             feature_args,
             scales,
-        ).launch(grid=(num_ctas, 1, 1), block=(config.num_threads, 1, 1), min_blocks_per_mp=1, stream=stream)
+        ).launch(
+            grid=(num_ctas, 1, 1),
+            block=(config.num_threads, 1, 1),
+            min_blocks_per_mp=1,
+            use_pdl=True,
+            stream=stream,
+        )
 
     def tma_view(self, m: cute.Tensor, rows_mode: int) -> cute.Tensor:
         """(rows, head_dim, heads, batch), rows and head_dim exchanged for ``rows_mode`` 1; see :func:`ragged_view`."""
@@ -174,6 +180,7 @@ class ForwardKernel:
         scheduler = TileScheduler(config.scheduler, tile_grid, mailbox, workspace)
         cta = Cta(spec, rings, scheduler, (seqlen_q, seqlen_k, heads // heads_k), features)
         cta.initialise_barriers()
+        cute.arch.griddepcontrol_wait()  # nothing in global memory before this: it may be another kernel's still
 
         warpgroup_index = cute.arch.make_warp_uniform(cute.arch.warp_idx() // WARPS_PER_WARPGROUP)
         registers = config.registers()

@@ -58,6 +58,7 @@ class Producer:
                     item = self.cta.scheduler.last_redo(item, self.lane)
         self.post_mark(q_state, NO_TILE)
         self.cta.scheduler.leave(self.lane)
+        cute.arch.griddepcontrol_launch_dependents()  # as far as they come without what this kernel writes
         self.cta.v_ring.drain(v_state)  # V of the last block is the last stage to be released
 
     @cute.jit

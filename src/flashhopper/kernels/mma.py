@@ -61,6 +61,7 @@ class Consumer:
         self.acc_O = cute.make_rmem_tensor(self.mma_PV.partition_shape_C(shape_O), Float32)
         self.rP = cute.make_rmem_tensor(self.mma_PV.partition_shape_A(shape_S), self.mma_PV.op.a_dtype)
         self.rows_S, self.rows_O = rows_view(self.acc_S), rows_view(self.acc_O)
+        self.item = cute.make_rmem_tensor((1,), Int32)
         self.rows_lse = cute.make_rmem_tensor((ROWS_PER_THREAD,), Float32)
         self.mask = KeyMask(config.tile_n, spec.causal, cta.window)
         self.modifier = ScoreModifier(cta.features, config.tile_n)
@@ -91,7 +92,12 @@ class Consumer:
     def receive(self, q_state: RingState):
         """Wait for the next item; its m_block, or a mark below 0."""
         self.cta.q_ring.wait(q_state)
-        return self.mailbox.read(Mailbox.M_BLOCK, q_state.stage, self.lane)
+        self.item[0] = self.mailbox.read(q_state.stage, self.lane)
+        return self.word(Mailbox.M_BLOCK)
+
+    def word(self, word: int) -> Int32:
+        """Of the item received last."""
+        return self.mailbox.word(self.item[0], word)
 
     @cute.jit
     def lengths(self, q_state: RingState):
@@ -99,7 +105,7 @@ class Consumer:
         lengths = Lengths(self.cta.seqlen_q, self.cta.seqlen_k)
         if const_expr(self.cta.spec.features.ragged):
             words = (Mailbox.SEQLEN_Q, Mailbox.SEQLEN_K)
-            lengths = Lengths(*(self.mailbox.read(word, q_state.stage, self.lane) for word in words))
+            lengths = Lengths(*(self.word(word) for word in words))
         return lengths
 
     def tile_blocks(self, m_block: Int32, lengths: Lengths) -> BlockRange:
@@ -201,15 +207,15 @@ class Consumer:
         if const_expr(not config.split_masked_loop):
             num_unmasked = Int32(0)
         if const_expr(self.cta.may_fail):
-            if self.mailbox.read(Mailbox.EXACT, q_state.stage, self.lane) != 0:
+            if self.word(Mailbox.EXACT) != 0:
                 num_unmasked = Int32(0)
         row = self.first_row(m_block)
         self.mask.set_rows(row, self.lane, *lengths)
         if const_expr(self.cta.features.alibi is not None):
-            head, batch = (self.mailbox.read(word, q_state.stage, self.lane) for word in (Mailbox.HEAD, Mailbox.BATCH))
+            head, batch = (self.word(word) for word in (Mailbox.HEAD, Mailbox.BATCH))
             self.modifier.set_rows(row + lengths.k - lengths.q, head, batch, self.lane)
         if const_expr(self.mods is not None):
-            head, batch = (self.mailbox.read(word, q_state.stage, self.lane) for word in (Mailbox.HEAD, Mailbox.BATCH))
+            head, batch = (self.word(word) for word in (Mailbox.HEAD, Mailbox.BATCH))
             self.mods.set_rows(row, head, batch, lengths)
         self.softmax.reset()
         self.begin_item(m_block, q_state)
@@ -332,10 +338,10 @@ class Consumer:
         """The last P·V, O and LSE out, and the next item's first scores, if possible before O leaves."""
         config = self.cta.spec.config
         words = (Mailbox.HEAD, Mailbox.BATCH, Mailbox.EXACT)
-        head, batch, exact = (self.mailbox.read(word, q_state.stage, self.lane) for word in words)
+        head, batch, exact = (self.word(word) for word in words)
         lengths, start, entry = self.lengths(q_state), Int32(0), batch
         if const_expr(self.cta.spec.features.ragged):
-            start, entry = self.mailbox.read(Mailbox.START_Q, q_state.stage, self.lane), Int32(0)
+            start, entry = self.word(Mailbox.START_Q), Int32(0)
         place = Place(entry, head, Rows(start, lengths.q))
         row = self.first_row(m_block)
         self.cta.v_ring.wait(v_state)

@@ -50,6 +50,7 @@ class ScheduleKernel:
         total_rows, tile_rows, heads = sizes
         storage = cutlass.memory.SmemAllocator()
         places = storage.allocate_tensor(Int32, cute.make_layout(CLASSES))
+        cute.arch.griddepcontrol_launch_dependents()  # which wait for this one to end before they need it
         tidx, _, _ = cute.arch.thread_idx()
         batch = cute.size(cu[0]) - 1
         if tidx < CLASSES:

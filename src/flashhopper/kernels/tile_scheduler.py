@@ -89,7 +89,11 @@ class RaggedGrid:
     def __init__(self, table: SequenceTable, spec: KernelSpec, heads: tuple[Int32, Int32], num_ctas: Int32):
         """``heads``: of Q and of K. ``num_ctas``: that run at once."""
         self.table, self.spec, self.heads, self.num_ctas = table, spec, heads, num_ctas
-        self.num_tiles = table.num_tiles()
+
+    @property
+    def num_tiles(self) -> Int32:
+        """Read where it is asked for: the table is there once the schedule kernel has ended."""
+        return self.table.num_tiles()
 
     @cute.jit
     def locate(self, tile: Int32, lane: Int32):
@@ -165,13 +169,14 @@ class Mailbox:
         """Producer, one lane: NO_TILE or PAUSE instead of an item."""
         self.items[self.M_BLOCK, slot] = Int32(mark)
 
-    @cute.jit
-    def read(self, word: Constexpr[int], slot: Int32, lane: Int32):
-        """Consumer warp: one word of an item. Lane 0 reads for all: it is also the lane that hands the slot back."""
-        items, value = self.items, Int32(0)
-        if lane == 0:
-            value = items[word, slot]
-        return cute.arch.shuffle_sync(value, 0)
+    def read(self, slot: Int32, lane: Int32) -> Int32:
+        """Consumer warp: an item, a word in each of the first lanes; :meth:`word` tells one to all."""
+        return self.items[lane % self.ITEM_WORDS, slot]
+
+    @staticmethod
+    def word(item: Int32, word: int) -> Int32:
+        """One word of what :meth:`read` gave. The lane that hands the slot back has every lane's word then."""
+        return cute.arch.shuffle_sync(item, word)
 
     @cute.jit
     def judge(self, item: Int32, trusted, exact: Int32, lane: Int32):
