@@ -250,8 +250,10 @@ BACKWARD_TABLE: tuple[BackwardRow, ...] = (
     BackwardRow(
         256,
         256,
-        BackwardConfig(64, 64, "operands", num_do_stages=1, dq_columns=128),
-        "1 stage of dO leaves room for 128 columns of dQ: 431 against 404 TFLOPS at 4k queries with 2 and 64",
+        BackwardConfig(64, 64, "operands", num_do_stages=1, num_ds_stages=1, paired=True),
+        "in pairs 321, 408, 461, 515 and 539 TFLOPS at 512, 1k, 2k, 4k and 16k queries, causal 214, 314, 411, 477 and "
+        "537; alone, with 128 columns of dQ at a time, 264, 345, 374, 408 and 445, 194, 281, 357, 405 and 436; in "
+        "pairs with 32 columns and 2 stages of dS 474 at 16k; with Q and dO multicast 509",
     ),
 )
 
@@ -392,8 +394,8 @@ def with_fewer_registers(row: BackwardRow, features: Features) -> BackwardConfig
     """Softcap keeps a factor per score, ALiBi a distance, users' functions what they like: what spills with the table's
     tiles gets smaller ones."""
     dims = row.head_dim, row.head_dim_v
-    if features.has_mods and row.config.split == "operands":
-        return replace(row.config, dq_columns=64, wide_consumers=True)
+    if (features.has_mods or features.softcap) and row.config.split == "operands":
+        return replace(row.config, dq_columns=min(row.config.dq_columns, 64), wide_consumers=True)
     if dims == (64, 64) and (features.softcap or features.alibi or features.has_mods):
         return _D64_64_ROWS
     if dims == (128, 128) and (features.softcap or features.has_mods):

@@ -173,12 +173,15 @@ class _BackwardPlan:
         self.dtype, self.device, self.device_index = problem.dtype, problem.device, problem.device.index
         features = replace(features_of(problem, *(has or ())), sink=False)
         self.is_plain = features == PLAIN
-        self.spec = spec = select_backward_spec(problem, config, features)
+        spec = select_backward_spec(problem, config, features)
+        if self.max_ctas < spec.config.num_ctas:  # sm_margin leaves a single SM
+            spec = replace(spec, config=replace(spec.config, paired=False))
+        self.spec = spec
         self.heads, self.heads_k = problem.num_heads, problem.num_heads_k
         tensors: tuple[TensorFacts, ...] = (problem.q, problem.k, problem.v, *facts)
         self.schedules: tuple[Schedule, Schedule] | None = None
         if problem.ragged is not None:
-            self.schedules = _schedules(problem, problem.ragged, spec.config.tile_n)
+            self.schedules = _schedules(problem, problem.ragged, spec.config.keys_per_tile)
             tensors = tuple(map(with_batch, tensors))
         self.workspaces = self.workspaces_for(problem.batch, problem.rows_q, problem.rows_k)
         self.gradient_layouts = [compact(x.shape) for x in problem[:3]]
@@ -203,7 +206,7 @@ class _BackwardPlan:
             batch, padded_rows = 1, ragged_rows(rows_q, batch)
         spec, config, heads = self.spec, self.spec.config, batch * self.heads
         row_blocks, m_blocks = padded_rows // ROWS_PER_WARPGROUP, -(-padded_rows // config.tile_m)
-        key_tiles = -(-rows_k // config.tile_n) * batch * self.heads_k
+        key_tiles = -(-rows_k // config.keys_per_tile) * batch * self.heads_k
         if max(heads * row_blocks, key_tiles) > MAX_TILES:
             raise ValueError(f"{rows_q} rows of q and {rows_k} of k are more than {MAX_TILES} tiles")
         columns = config.dq_columns
@@ -212,8 +215,8 @@ class _BackwardPlan:
             compact((heads, row_blocks, ROWS_PER_WARPGROUP * spec.head_dim)),
             (heads, row_blocks, spec.head_dim // columns, ROWS_PER_WARPGROUP * columns),
             (heads, row_blocks, PREPROCESS_WARPS),
-            (heads, m_blocks) if spec.deterministic else None,
-            1 + (heads * m_blocks if spec.deterministic else 0),
+            (heads, m_blocks * config.num_ctas) if spec.deterministic else None,
+            1 + (heads * m_blocks * config.num_ctas if spec.deterministic else 0),
         )
 
     def __call__(
@@ -306,7 +309,7 @@ def ragged_rows(total_rows: int, batch: int) -> int:
     return (total_rows // ROW_PADDING + batch + 1) * ROW_PADDING
 
 
-def _schedules(problem: AttentionProblem, ragged: RaggedFacts, tile_n: int) -> tuple[Schedule, Schedule]:
+def _schedules(problem: AttentionProblem, ragged: RaggedFacts, keys_per_tile: int) -> tuple[Schedule, Schedule]:
     """By keys for the main kernel; by queries for those before and after it."""
-    by_keys = Schedule(ragged, by_keys=True, tile_rows=tile_n, heads=problem.num_heads_k)
+    by_keys = Schedule(ragged, by_keys=True, tile_rows=keys_per_tile, heads=problem.num_heads_k)
     return by_keys, Schedule(ragged, by_keys=False, tile_rows=ROW_PADDING, heads=problem.num_heads)

@@ -96,9 +96,10 @@ def test_backward_kernel(spec: AnySpec, monkeypatch: pytest.MonkeyPatch) -> None
     assert report.opcodes.get("USETMAXREG", 0) == 3  # producer, dQ warpgroup, consumers
     # S and dP sum over the head dims, dK and dV over tile_m rows, dQ over tile_n keys, 16 at a time.
     sums = spec.head_dim + spec.head_dim_v + 2 * config.tile_m
-    dq_chunks = spec.head_dim // config.dq_columns * config.tile_m // 64
-    assert report.opcodes.get("HGMMA", 0) >= sums // 16 + dq_chunks * config.tile_n // 16
-    assert report.opcodes.get("UTMALDG", 0) >= 4  # Q, K, V, dO
+    dq_chunks = config.dq_chunks(spec.head_dim) * config.tile_m // 64
+    assert report.opcodes.get("HGMMA", 0) >= sums // 16 + dq_chunks * config.keys_per_tile // 16
+    assert report.opcodes.get("UTMALDG", 0) >= 4 + int(config.paired)  # Q, K, V, dO; of a pair the other's K
+    assert (report.opcodes.get("UCGABAR_WAIT", 0) >= 2) == config.paired  # at the start and at the end
     assert report.opcodes.get("STG", 0) >= 2 * (spec.head_dim + spec.head_dim_v) // 32  # dK, dV: 32 columns a quad
     assert report.opcodes.get("UBLKRED", 0) >= 1  # dQ
     smem = config.smem_bytes(spec.head_dim, spec.head_dim_v)

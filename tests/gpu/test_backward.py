@@ -331,12 +331,14 @@ def test_deterministic_mode_is_right(head_dim: int, options: AttentionOptions) -
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("options", BOTH, ids=MASKS)
-def test_sm_margin(options: AttentionOptions, deterministic: bool) -> None:
-    """Down to one multiprocessor, on which CTAs that wait for each other would wait forever."""
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_sm_margin(head_dim: int, options: AttentionOptions, deterministic: bool) -> None:
+    """Down to one multiprocessor, on which CTAs that wait for each other would wait forever, and which has no room for
+    the pairs of head_dim 256."""
     multiprocessors = torch.cuda.get_device_properties("cuda").multi_processor_count
-    shape = Shape(2, 300, 700, 8, 2, 128, 128)
+    shape = Shape(2, 300, 700, 8, 2, head_dim, head_dim)
     tensors, incoming = random_inputs(shape), random_incoming(shape)
-    for margin in (1, 60, multiprocessors - 1):
+    for margin in (1, 60, multiprocessors - 3, multiprocessors - 2, multiprocessors - 1):
         check_gradients(tensors, incoming, options._replace(deterministic=deterministic, sm_margin=margin))
 
 

@@ -304,6 +304,7 @@ def test_spec_name() -> None:
 
 
 BACKWARD = BackwardConfig(64, 128, num_q_stages=3, num_do_stages=3)
+PAIR = BackwardConfig(64, 64, "operands", num_do_stages=1, num_ds_stages=1, paired=True)
 
 
 @pytest.mark.parametrize(
@@ -321,10 +322,25 @@ BACKWARD = BackwardConfig(64, 128, num_q_stages=3, num_do_stages=3)
             256,
             1024 + 65536 + 2 * 32768 + 32768 + 2 * 8192 + 8192 + 32768,
         ),
+        # of a pair also half of the other's K, and its dS
+        (PAIR, 256, 256, 1024 + 65536 + 16384 + 2 * 32768 + 32768 + 2 * 8192 + 8192 + 16384),
+        (
+            replace(PAIR, num_ds_stages=2, dq_columns=32),
+            192,
+            128,
+            1024 + 40960 + 12288 + 2 * 24576 + 16384 + 4 * 8192 + 8192 + 8192,
+        ),
     ],
 )
 def test_backward_smem_bytes(config: BackwardConfig, head_dim: int, head_dim_v: int, expected: int) -> None:
     assert config.smem_bytes(head_dim, head_dim_v) == expected
+
+
+def test_a_pair_works_on_two_key_blocks_and_each_on_half_of_dq() -> None:
+    alone = replace(PAIR, paired=False)
+    assert (PAIR.num_ctas, PAIR.keys_per_tile, PAIR.dq_chunks(256)) == (2, 128, 2)
+    assert (alone.num_ctas, alone.keys_per_tile, alone.dq_chunks(256)) == (1, 64, 4)
+    alone.check_feasible(256, 256)  # for cards that leave us a single multiprocessor
 
 
 @pytest.mark.parametrize("row", BACKWARD_TABLE, ids=lambda row: f"d{row.head_dim}x{row.head_dim_v}")
@@ -367,6 +383,9 @@ def test_backward_registers(row: BackwardRow) -> None:
         (replace(BACKWARD, group_waves=0), 128, "group_waves=0 must be at least 1"),
         (BackwardConfig(64, 64, "operands", dq_columns=96), 192, "dq_columns=96 would cut the 64-column blocks"),
         (replace(BACKWARD, dq_columns=8), 128, "dq_columns=8 must be 32, 64, 96 or 128 and divide head_dim=128"),
+        (replace(PAIR, dq_columns=64), 192, "must be 32, 64, 96 or 128 and divide head_dim=192, halved for a pair"),
+        (replace(PAIR, dq_columns=96), 192, "dq_columns=96 would cut the 64-column blocks"),
+        (replace(BACKWARD, paired=True), 128, "paired with split='keys'"),
     ],
 )
 def test_backward_that_cannot_run(config: BackwardConfig, head_dim: int, message: str) -> None:

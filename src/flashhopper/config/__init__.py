@@ -7,6 +7,7 @@ elsewhere.
 
 from flashhopper.config.backward import (
     PREPROCESS_WARPS,
+    PREPROCESS_WORDS,
     BackwardConfig,
     BackwardRegisters,
     BackwardSpec,
@@ -66,6 +67,7 @@ __all__ = [
     "OUTPUT_BYTES",
     "PLAIN",
     "PREPROCESS_WARPS",
+    "PREPROCESS_WORDS",
     "QUERIES_PER_SCALE",
     "REGISTER_FILE",
     "ROWS_PER_WARPGROUP",

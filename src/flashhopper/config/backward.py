@@ -18,6 +18,7 @@ from flashhopper.config.common import (
 from flashhopper.config.features import PLAIN, Features, check_features, mask_name
 
 PREPROCESS_WARPS = 8
+PREPROCESS_WORDS = 3  # that a CTA zeroes: the counter, and a semaphore for each CTA that works on a tile
 
 BackwardSplit = Literal["keys", "operands"]
 
@@ -65,6 +66,9 @@ class BackwardConfig:
     """Tiles of K. With 2 the next one, and with it the first Q, is loaded while this one is worked on."""
     group_waves: int = 2
     """Size of the group of key heads worked on at a time: as many as give each SM this many tiles, if L2 holds them."""
+    paired: bool = False
+    """Two CTAs, a cluster, work on neighbouring key blocks in step. They exchange dS, and each computes half of dQ's
+    columns for the keys of both: half as many bytes are added to global memory. Needs ``split="operands"``."""
     wide_consumers: bool = False
     """The registers of ``split="keys"``, 208 for a consumer, with ``operands`` too; needs ``dq_columns`` up to 64."""
 
@@ -76,6 +80,20 @@ class BackwardConfig:
     def key_groups(self) -> int:
         """Row groups of 64 keys, which are the warpgroups that share an MMA over the tile's keys."""
         return self.tile_n // ROWS_PER_WARPGROUP
+
+    @property
+    def num_ctas(self) -> int:
+        """CTAs that work on a tile together."""
+        return 2 if self.paired else 1
+
+    @property
+    def keys_per_tile(self) -> int:
+        """What one unit of the schedule covers: the keys of all its CTAs."""
+        return self.tile_n * self.num_ctas
+
+    def dq_chunks(self, head_dim: int) -> int:
+        """Groups of ``dq_columns`` columns of dQ that one CTA computes."""
+        return head_dim // self.num_ctas // self.dq_columns
 
     def registers(self) -> BackwardRegisters:
         """Registers per thread at entry and per role; 128 at entry is what 512 threads can have."""
@@ -97,6 +115,10 @@ class BackwardConfig:
         rows = (self.num_q_stages * head_dim + self.num_do_stages * head_dim_v) * self.tile_m * element_bytes
         scores = (self.num_ds_stages + int(self.split == "operands")) * self.tile_m * self.tile_n * element_bytes
         staging = self.num_dq_stages * ROWS_PER_WARPGROUP * self.dq_columns * 4
+        if self.paired:  # the other CTA's dS, and its K where this one computes dQ
+            barriers += 8 * (self.num_ds_stages + 2) + 4
+            keys += self.num_k_stages * self.tile_n * head_dim // 2 * element_bytes
+            scores += self.num_ds_stages * self.tile_m * self.tile_n * element_bytes
         return _round_up(_round_up(barriers, 128) + statistics, 1024) + keys + rows + scores + staging
 
     def check_feasible(self, head_dim: int, head_dim_v: int) -> None:
@@ -107,14 +129,19 @@ class BackwardConfig:
         keys = {"keys": 128, "operands": 64}[self.split]
         if self.tile_n != keys:
             problems.append(f"tile_n={self.tile_n} must be {keys} with split={self.split!r}")
-        if self.dq_columns % 32 or not 32 <= self.dq_columns <= 128 or head_dim % self.dq_columns:
-            problems.append(f"dq_columns={self.dq_columns} must be 32, 64, 96 or 128 and divide head_dim={head_dim}")
+        if self.dq_columns % 32 or not 32 <= self.dq_columns <= 128 or head_dim // self.num_ctas % self.dq_columns:
+            problems.append(
+                f"dq_columns={self.dq_columns} must be 32, 64, 96 or 128 and divide head_dim={head_dim}"
+                + (", halved for a pair" if self.paired else "")
+            )
         elif self.dq_columns == 96 and head_dim != 96:
             problems.append("dq_columns=96 would cut the 64-column blocks of a head_dim other than 96")
         if self.group_waves < 1:
             problems.append(f"group_waves={self.group_waves} must be at least 1")
         if self.wide_consumers and self.dq_columns > 64:
             problems.append(f"dq_columns={self.dq_columns} must be at most 64 with wide_consumers")
+        if self.paired and self.split != "operands":
+            problems.append(f"paired with split={self.split!r}: the only way to send dS that is there is of 'operands'")
         orders = ("free", "stagger") if self.split == "keys" else ("free",)
         if self.warpgroup_order not in orders:
             problems.append(f"warpgroup_order={self.warpgroup_order!r}: only 'free', and with split='keys' 'stagger'")

@@ -17,6 +17,7 @@ from flashhopper.kernels.backward_keys import KeysConsumer
 from flashhopper.kernels.backward_load import BackwardOperands, BackwardProducer, RowStatistics
 from flashhopper.kernels.backward_mma import BackwardMmas, BackwardTiles, GradientOutputs, transposed
 from flashhopper.kernels.backward_operands import KeyConsumer, ValueConsumer
+from flashhopper.kernels.backward_pair import Pair, PairRing
 from flashhopper.kernels.backward_smem import BackwardLayouts, make_backward_storage
 from flashhopper.kernels.features import FeatureArgs, fake_feature_args
 from flashhopper.kernels.forward import ELEMENTS
@@ -72,14 +73,15 @@ class BackwardKernel:
                 (gK, layouts.K, (config.tile_n, d)),
                 (gV, layouts.V, (config.tile_n, dv)),
                 (gdO, layouts.dO, (config.tile_m, dv)),
+                *([(gK, layouts.other_K, (config.tile_n, d // 2))] if config.paired else []),
             )
         )
         mQ, mK, _, _ = inputs
         (batch, seqlen_q, heads, _), (_, seqlen_k, heads_k, _) = mQ.shape, mK.shape
         grid = key_tile_grid(spec, (seqlen_q, seqlen_k), (heads, heads_k), batch, max_ctas)
-        num_ctas = minimum(grid.num_tiles, max_ctas)
-        if const_expr(spec.features.ragged):  # how many tiles there are is known to the device alone
-            num_ctas = max_ctas
+        at_once = max_ctas // config.num_ctas
+        if const_expr(not spec.features.ragged):  # else how many tiles there are is known to the device alone
+            at_once = minimum(grid.num_tiles, at_once)
         self.kernel(
             tma_tensors,
             (mLSE, mDelta),
@@ -92,8 +94,9 @@ class BackwardKernel:
             (seqlen_q, seqlen_k, heads, heads_k),
             feature_args,
         ).launch(
-            grid=(num_ctas, 1, 1),
+            grid=(at_once * config.num_ctas, 1, 1),
             block=(config.num_threads, 1, 1),
+            cluster=(config.num_ctas, 1, 1) if config.paired else None,
             min_blocks_per_mp=1,
             use_pdl=True,
             stream=stream,
@@ -137,7 +140,7 @@ class BackwardKernel:
         feature_args: Any,
     ):
         spec, config = self.spec, self.spec.config
-        (tma_Q, gQ), (tma_K, gK), (tma_V, gV), (tma_dO, gdO) = tma_tensors
+        (tma_Q, gQ), (tma_K, gK), (tma_V, gV), (tma_dO, gdO) = tma_tensors[:4]
         mdQ, counter, semaphores = accumulation
         seqlen_q, seqlen_k, heads, heads_k = sizes
         features = FeatureArgs() if const_expr(feature_args is None) else FeatureArgs(*feature_args)
@@ -156,17 +159,25 @@ class BackwardKernel:
         sDelta = storage.sDelta.get_tensor(cute.make_layout((config.tile_m, config.num_do_stages)))
         sP = cute.make_tensor(storage.sP.data_ptr(), cute.make_layout((4, WARPGROUP_THREADS, config.tile_m // 16)))
         row_bytes, row_bytes_v = (ELEMENT_BYTES[spec.dtype] * d for d in (spec.head_dim, spec.head_dim_v))
+        key_bytes = config.tile_n * (row_bytes + (row_bytes // 2 if config.paired else 0))
+        score_ring = PairRing if config.paired else TmaRing
         rings = BackwardRings(
-            TmaRing(storage.k_barriers.data_ptr(), config.num_k_stages, config.tile_n * row_bytes),
+            TmaRing(storage.k_barriers.data_ptr(), config.num_k_stages, key_bytes),
             TmaRing(storage.v_barriers.data_ptr(), 1, config.tile_n * row_bytes_v),
             TmaRing(storage.q_barriers.data_ptr(), config.num_q_stages, config.tile_m * (row_bytes + 4)),
             TmaRing(storage.do_barriers.data_ptr(), config.num_do_stages, config.tile_m * (row_bytes_v + 4)),
-            TmaRing(storage.ds_barriers.data_ptr(), config.num_ds_stages, 0),
+            score_ring(storage.ds_barriers.data_ptr(), config.num_ds_stages, 0),
             TmaRing(storage.dq_barriers.data_ptr(), config.num_dq_stages, 0),
         )
         extents = BackwardExtents(seqlen_q, seqlen_k, heads, heads // heads_k)
         slot = TileSlot(storage.tile_slots.data_ptr(), config.num_k_stages)
-        cta = BackwardCta(spec, rings, slot, extents, features)
+        pair = other_K = None
+        if const_expr(config.paired):
+            other_K = storage.other_K.get_tensor(layouts.other_K.outer, swizzle=layouts.other_K.inner)
+            other_dS = storage.other_dS.get_tensor(layouts.dS.outer, swizzle=layouts.dS.inner)
+            claims = TmaRing(storage.claim_barriers.data_ptr(), 1, Pair.CLAIM_BYTES)
+            pair = Pair(sdS, other_dS, storage.other_ds_barriers.data_ptr(), claims, storage.claimed.data_ptr())
+        cta = BackwardCta(spec, rings, slot, extents, features, pair)
         cta.initialise_barriers()
 
         warpgroup_index = cute.arch.make_warp_uniform(cute.arch.warp_idx() // WARPS_PER_WARPGROUP)
@@ -184,6 +195,10 @@ class BackwardKernel:
                     RowStatistics(statistics[0], sLSE),
                     RowStatistics(statistics[1], sDelta),
                 )
+                if const_expr(config.paired):
+                    tma, view = tma_tensors[4]
+                    tile = config.tile_n, spec.head_dim // 2
+                    operands.other_K = TmaOperand(tma, view, other_K, tile, along=0)
                 tile_grid: Any = TileGrid(grid[0], grid[1], grid[2], grid[3], spec.deterministic)
                 table = features.sequence_table()
                 if const_expr(table is not None):
@@ -194,7 +209,10 @@ class BackwardKernel:
                     DqAdder(cta, storage.sdQ.data_ptr(), mdQ, semaphores, index).run()
         elif warpgroup_index == 1:
             cute.arch.setmaxregister_decrease(registers.dq)
-            DqWarpgroup(cta, DqTiles(mmas[3], sdS, transposed(sK), storage.sdQ.data_ptr())).run()
+            tiles = DqTiles(mmas[3], sdS, transposed(sK), storage.sdQ.data_ptr())
+            if const_expr(config.paired):
+                tiles.other_Kt = transposed(other_K)
+            DqWarpgroup(cta, tiles).run()
         else:
             cute.arch.setmaxregister_increase(registers.consumer)
             common = (
@@ -210,6 +228,8 @@ class BackwardKernel:
                 ValueConsumer(*common).run()
             else:
                 KeyConsumer(*common).run()
+        if const_expr(config.paired):
+            pair.leave()
 
 
 def compile_backward(spec: BackwardSpec, options: str = "--enable-tvm-ffi") -> Any:

@@ -82,12 +82,16 @@ class BackwardCta:
         slot: TileSlot,
         extents: BackwardExtents,
         features: FeatureArgs,
+        pair: Any = None,
     ):
+        """``pair``: a :class:`Pair` if two CTAs work on a tile together."""
+        self.pair = pair
         self.spec, self.rings, self.slot, self.features = spec, rings, slot, features
         self.window = features.key_window(spec.features)
         self.seqlen_q, self.seqlen_k, self.num_heads, self.heads_per_kv_head = extents
         self.scales_gradients = spec.features.scales_gradients
         self.num_adders = 2 if spec.deterministic else 1  # warps
+        self.rank = Int32(0) if pair is None else pair.rank  # among the CTAs that work on a tile
 
     @cute.jit
     def lengths(self, k_state: RingState, lane: Int32):
@@ -109,26 +113,26 @@ class BackwardCta:
         return self.slot.read(word, k_state, lane) if const_expr(self.spec.features.ragged) else Int32(0)
 
     def key_tile(self, n_block: Int32, lengths: Lengths) -> KeyTile:
-        """The steps of the tile with this key block."""
+        """The steps of the tile with this key block, which are those of all its key blocks."""
         config = self.spec.config
         blocks = query_blocks(
-            n_block,
+            n_block // config.num_ctas,
             *lengths,
             tile_m=config.tile_m,
-            tile_n=config.tile_n,
+            tile_n=config.keys_per_tile,
             causal=self.spec.causal,
             window=self.window,
         )
         return KeyTile(*blocks, blocks.num_blocks * self.heads_per_kv_head)
 
-    def last_key_block(self, m_block: Int32, lengths: Lengths) -> Any:
-        """The last of the key blocks that meet a query block."""
+    def last_key_tile(self, m_block: Int32, lengths: Lengths) -> Any:
+        """The last of a head's tiles that meet a query block."""
         config = self.spec.config
         blocks = key_blocks(
             m_block * config.tile_m,
             *lengths,
             num_rows=config.tile_m,
-            tile_n=config.tile_n,
+            tile_n=config.keys_per_tile,
             causal=self.spec.causal,
             window=self.window,
         )
@@ -163,5 +167,10 @@ class BackwardCta:
                 self.rings.dO.initialise(both)
                 self.rings.dS.initialise(one, filling_warps=both if splits_keys else one)
                 self.rings.dQ.initialise(1, filling_warps=one)
+                if const_expr(self.pair is not None):
+                    self.pair.initialise()
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        if const_expr(self.pair is not None):
+            self.pair.synchronise()
+        else:
+            cute.arch.sync_threads()

@@ -4,7 +4,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Constexpr, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from flashhopper.config import ROWS_PER_WARPGROUP, WARP_THREADS, WARPGROUP_THREADS
@@ -16,7 +16,10 @@ from flashhopper.kernels.pipeline import RingState
 
 
 class DqTiles:
-    """What dQ is made of: dS (tile_m, tile_n, stages), Kᵀ (head_dim, tile_n, stages), and the staging tiles."""
+    """What dQ is made of: dS (tile_m, tile_n, stages), Kᵀ (head_dim, tile_n, stages), and the staging tiles. Of a pair
+    also the other CTA's Kᵀ (head_dim / 2, tile_n, stages)."""
+
+    other_Kt: cute.Tensor
 
     def __init__(self, mma: cute.TiledMma, sdS: cute.Tensor, sKt: cute.Tensor, sdQ: cute.Pointer):
         self.mma, self.sdS, self.sKt, self.sdQ = mma, sdS, sKt, sdQ
@@ -58,24 +61,21 @@ class DqWarpgroup:
 
     @cute.jit
     def one_m_block(self, k_state: RingState, ds_state: RingState, dq_state: RingState):
-        """dQ of one query block, chunk by chunk: rows outside, columns inside."""
-        config = self.cta.spec.config
-        row_blocks, chunks = config.tile_m // ROWS_PER_WARPGROUP, self.cta.spec.head_dim // config.dq_columns
-        thr = self.tiles.mma.get_slice(0)  # shared-memory operands do not depend on the thread
+        """dQ of one query block, chunk by chunk: rows outside, columns inside. Of a pair each CTA has its half of the
+        columns, for its own keys and, once their dS has come, for the other's."""
+        config, tiles, pair = self.cta.spec.config, self.tiles, self.cta.pair
+        row_blocks, chunks = config.tile_m // ROWS_PER_WARPGROUP, config.dq_chunks(self.cta.spec.head_dim)
+        sKt, sdS = tiles.sKt[None, None, k_state.stage], tiles.sdS[None, None, ds_state.stage]
         self.cta.rings.dS.wait(ds_state)
         for index in cutlass.range_constexpr(row_blocks * chunks):
-            sdS = cute.local_tile(
-                self.tiles.sdS[None, None, ds_state.stage],
-                (ROWS_PER_WARPGROUP, config.tile_n),
-                (index // chunks, 0),
-            )
-            sKt = cute.local_tile(
-                self.tiles.sKt[None, None, k_state.stage], (config.dq_columns, config.tile_n), (index % chunks, 0)
-            )
-            desc_dS = self.tiles.mma.make_fragment_A(thr.partition_A(sdS))
-            desc_Kt = self.tiles.mma.make_fragment_B(thr.partition_B(sKt))
+            rows, columns = index // chunks, index % chunks
             warpgroup.fence()
-            gemm(self.tiles.mma, self.acc, desc_dS, desc_Kt, True)
+            self.multiply(sdS, sKt, (rows, self.cta.rank * chunks + columns), True)
+            if const_expr(pair is not None):
+                if const_expr(index == 0):
+                    pair.wait(ds_state)
+                other_Kt, other_dS = tiles.other_Kt[None, None, k_state.stage], pair.other_dS
+                self.multiply(other_dS[None, None, ds_state.stage], other_Kt, (rows, columns), False)
             warpgroup.wait_group(0)
             if const_expr(index == row_blocks * chunks - 1):
                 self.cta.rings.dS.release(ds_state, self.lane)
@@ -85,6 +85,16 @@ class DqWarpgroup:
             self.cta.rings.dQ.commit(dq_state, self.lane)
             dq_state = dq_state.next()
         return dq_state
+
+    @cute.jit
+    def multiply(self, sdS: cute.Tensor, sKt: cute.Tensor, place: tuple, zero_init: Constexpr[bool]):
+        """acc (+)= dS K of ``place``: a block of 64 rows and one of ``dq_columns`` columns."""
+        config, mma, (rows, columns) = self.cta.spec.config, self.tiles.mma, place
+        tile_dS = cute.local_tile(sdS, (ROWS_PER_WARPGROUP, config.tile_n), (rows, 0))
+        tile_Kt = cute.local_tile(sKt, (config.dq_columns, config.tile_n), (columns, 0))
+        thr = mma.get_slice(0)  # shared-memory operands do not depend on the thread
+        desc_dS, desc_Kt = mma.make_fragment_A(thr.partition_A(tile_dS)), mma.make_fragment_B(thr.partition_B(tile_Kt))
+        gemm(mma, self.acc, desc_dS, desc_Kt, zero_init)
 
 
 class DqAdder:
@@ -98,7 +108,7 @@ class DqAdder:
 
     def __init__(self, cta: BackwardCta, sdQ: cute.Pointer, mdQ: cute.Tensor, semaphores: Any, index: int):
         """``mdQ``: fp32 (batch · heads, rows / 64, chunks, 64 · dq_columns). ``semaphores``: int32 (batch · heads,
-        query blocks), or None. ``index`` counts the warps that add."""
+        query blocks · CTAs of a tile), or None. ``index`` counts the warps that add."""
         self.cta, self.sdQ, self.mdQ, self.semaphores, self.index = cta, sdQ, mdQ, semaphores, index
         self.lane = cute.arch.lane_idx()
 
@@ -123,7 +133,7 @@ class DqAdder:
                 head = batch * self.cta.num_heads + head_k * self.cta.heads_per_kv_head + index
                 for step in cutlass.range(tile.num_blocks, unroll=1):
                     m_block = self.cta.m_block(tile, step)
-                    turn = self.cta.last_key_block(m_block, lengths) - n_block
+                    turn = self.cta.last_key_tile(m_block, lengths) - n_block // config.num_ctas
                     block = first_row // self.cta.spec.config.tile_m + m_block
                     if const_expr(self.cta.num_adders == 1):
                         dq_state = self.add_block(head, block, turn, dq_state)
@@ -136,9 +146,9 @@ class DqAdder:
             n_block = self.cta.receive(k_state, self.lane)
 
     def num_chunks(self) -> tuple[int, int]:
-        """Of a query block: row blocks, and chunks of columns of each."""
+        """Of a query block: row blocks, and this CTA's chunks of columns of each."""
         config = self.cta.spec.config
-        return config.tile_m // ROWS_PER_WARPGROUP, self.cta.spec.head_dim // config.dq_columns
+        return config.tile_m // ROWS_PER_WARPGROUP, config.dq_chunks(self.cta.spec.head_dim)
 
     def hand_over(self) -> None:
         """The other warp's turn at the staging ring."""
@@ -165,7 +175,8 @@ class DqAdder:
         for index in cutlass.range_constexpr(row_blocks * chunks):
             self.cta.rings.dQ.wait(dq_state)
             if self.lane == 0:
-                target = self.mdQ[head, m_block * row_blocks + index // chunks, index % chunks, None].iterator
+                chunk = self.cta.rank * chunks + index % chunks
+                target = self.mdQ[head, m_block * row_blocks + index // chunks, chunk, None].iterator
                 source = self.sdQ + dq_state.stage * elements
                 ptx.bulk_add_f32(Int64(target.toint()), source.toint(), 4 * elements)
                 ptx.bulk_store_commit()
@@ -182,8 +193,9 @@ class DqAdder:
         return dq_state
 
     def semaphore(self, head: Int32, m_block: Int32) -> Int64:
-        """Address of a query block's semaphore."""
-        return Int64(cute.domain_offset((m_block,), self.semaphores[head, None]).iterator.toint())
+        """Address of a query block's semaphore; each CTA of a pair has its own."""
+        number = m_block * self.cta.spec.config.num_ctas + self.cta.rank
+        return Int64(cute.domain_offset((number,), self.semaphores[head, None]).iterator.toint())
 
     @cute.jit
     def await_turn(self, address: Int64, turn: Int32):

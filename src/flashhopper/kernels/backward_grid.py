@@ -28,10 +28,10 @@ def key_tile_grid(
 
     ``seqlens`` and ``heads``: of Q and of K, at least 1; ``num_ctas``: that run at once."""
     (seqlen_q, seqlen_k), (num_heads, heads_k) = seqlens, heads
-    num_n_blocks, total = ceil_div(seqlen_k, spec.config.tile_n), heads_k * batch
+    num_n_blocks, total = ceil_div(seqlen_k, spec.config.keys_per_tile), heads_k * batch
     row_bytes = ELEMENT_BYTES[spec.dtype] * (spec.head_dim + spec.head_dim_v) + 4 * spec.head_dim
     in_l2 = maximum(L2_BYTES // row_bytes // seqlen_q // (num_heads // heads_k), 1)
-    in_waves = ceil_div(spec.config.group_waves * num_ctas, num_n_blocks)
+    in_waves = ceil_div(spec.config.group_waves * num_ctas // spec.config.num_ctas, num_n_blocks)
     return TileGrid(num_n_blocks, heads_k, total, minimum(minimum(in_l2, in_waves), total), spec.deterministic)
 
 

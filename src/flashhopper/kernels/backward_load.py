@@ -12,7 +12,7 @@ from flashhopper.kernels.backward_grid import padded_row
 from flashhopper.kernels.cta import Lengths
 from flashhopper.kernels.load import TmaOperand
 from flashhopper.kernels.pipeline import RingState
-from flashhopper.kernels.ragged import Rows
+from flashhopper.kernels.ragged import Rows, head_rows
 from flashhopper.kernels.tile_scheduler import TileCoord, TileGrid
 
 
@@ -34,7 +34,9 @@ class RowStatistics:
 
 
 class BackwardOperands:
-    """What the producer loads, and where to."""
+    """What the producer loads, and where to. Of a pair also the other CTA's K, half of its columns."""
+
+    other_K: TmaOperand
 
     def __init__(
         self, K: TmaOperand, V: TmaOperand, Q: TmaOperand, dO: TmaOperand, LSE: RowStatistics, delta: RowStatistics
@@ -57,11 +59,12 @@ class BackwardProducer:
         config = self.cta.spec.config
         q_state, do_state = RingState.start(config.num_q_stages), RingState.start(config.num_do_stages)
         k_state, v_state = RingState.start(config.num_k_stages), RingState.start(1)
-        tile = self.first_tile()
+        claims = RingState.start(1)
+        tile, claims = self.first_tile(claims)
         while tile < self.grid.num_tiles:
             v_state, q_state, do_state = self.load_tile(tile, k_state, v_state, q_state, do_state)
             k_state = k_state.next()
-            tile = self.claim()  # late: whoever is free first takes the next
+            tile, claims = self.claim(claims)  # late: whoever is free first takes the next
         cute.arch.griddepcontrol_wait()  # without a tile too: whoever waits for this kernel waits for the one before it
         cute.arch.griddepcontrol_launch_dependents()
         self.cta.rings.K.wait_empty(k_state)
@@ -72,24 +75,40 @@ class BackwardProducer:
         self.cta.rings.dO.drain(do_state)
 
     @cute.jit
-    def first_tile(self):
+    def first_tile(self, claims: RingState):
         """The CTA's own, unless tiles wait for others: then only a claim says that those are running."""
-        tile, _, _ = cute.arch.block_idx()
+        cta, _, _ = cute.arch.block_idx()
+        tile = cta // self.cta.spec.config.num_ctas
         if const_expr(self.cta.spec.deterministic):
             cute.arch.griddepcontrol_wait()
-            tile = self.claim()
-        return tile
+            tile, claims = self.claim(claims)
+        return tile, claims
 
     @cute.jit
-    def claim(self):
-        """The next tile's number; past the end if none is left."""
+    def claim(self, claims: RingState):
+        """The next tile's number; past the end if none is left. Of a pair the first CTA claims, and tells the other.
+        ``claims`` counts them."""
+        tile = Int32(0)
+        if const_expr(self.cta.pair is None):
+            tile = self.draw()
+        else:
+            if self.cta.rank == 0:
+                tile = self.draw()
+                self.cta.pair.tell(tile, claims, self.lane)
+            else:
+                tile = self.cta.pair.hear(claims, self.lane)
+        return tile, claims.next()
+
+    @cute.jit
+    def draw(self):
+        """The next number from the counter, after those of the tiles that are nobody's to claim."""
         tile = Int32(0)
         if self.lane == 0:
             tile = ptx.atomic_increment(self.counter)
         tile = cute.arch.shuffle_sync(tile, 0)
         if const_expr(not self.cta.spec.deterministic):
             num_ctas, _, _ = cute.arch.grid_dim()
-            tile = tile + num_ctas
+            tile = tile + num_ctas // self.cta.spec.config.num_ctas
         return tile
 
     def locate(self, tile: Int32) -> tuple[TileCoord, Rows | None, Rows | None]:
@@ -102,6 +121,7 @@ class BackwardProducer:
     def load_tile(self, tile: Int32, k_state: RingState, v_state: RingState, q_state: RingState, do_state: RingState):
         """Every load of one tile. V follows the first Q: it is needed after the first scores."""
         (n_block, head_k, batch), queries, keys = self.locate(tile)
+        n_block = n_block * self.cta.spec.config.num_ctas + self.cta.rank  # of the tile's key blocks this CTA's
         lengths, first_row = Lengths(self.cta.seqlen_q, self.cta.seqlen_k), Int32(0)
         words: tuple[Int32, ...] = (n_block, head_k, batch)
         if const_expr(queries is not None):
@@ -114,7 +134,13 @@ class BackwardProducer:
         if self.lane == 0:
             self.cta.slot.post(words, k_state)
         key_coord = TileCoord(n_block, head_k, memory_batch)
-        self.load(self.operands.K, self.cta.rings.K.arm(k_state, self.lane), key_coord, keys, k_state)
+        k_full = self.cta.rings.K.arm(k_state, self.lane)
+        self.load(self.operands.K, k_full, key_coord, keys, k_state)
+        if const_expr(self.cta.pair is not None):
+            other, column = self.operands.other_K, self.cta.rank * (self.cta.spec.head_dim // 2)
+            rows_K = cute.domain_offset((0, column), head_rows(other.gX, head_k, memory_batch, keys))
+            sK, gK = other.partition_view(rows_K)
+            cute.copy(other.tma, gK[None, n_block ^ 1], sK[None, k_state.stage], tma_bar_ptr=k_full)
         cute.arch.griddepcontrol_wait()  # for what the preprocess kernel leaves; K does not depend on it
         for index in cutlass.range(self.cta.heads_per_kv_head, unroll=1):
             head = head_k * self.cta.heads_per_kv_head + index

@@ -289,3 +289,5 @@ class BackwardConsumer:
         cute.copy(self.write_dS, self.source_dS, self.target_dS[None, None, None, state.ds.stage])
         ptx.fence_async_shared()
         self.cta.rings.dS.commit(state.ds, self.lane)
+        if const_expr(self.cta.pair is not None):
+            self.cta.pair.send(state.ds, self.thread)

@@ -8,7 +8,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-from flashhopper.config import ELEMENT_BYTES, PREPROCESS_WARPS, ROWS_PER_WARPGROUP, WARP_THREADS, PreprocessSpec
+from flashhopper.config import (
+    ELEMENT_BYTES,
+    PREPROCESS_WARPS,
+    PREPROCESS_WORDS,
+    ROWS_PER_WARPGROUP,
+    WARP_THREADS,
+    PreprocessSpec,
+)
 from flashhopper.kernels.backward_rows import (
     BLOCKS_PER_TILE,
     RowBlock,
@@ -51,7 +58,7 @@ class PreprocessKernel:
         """O and dO ``(batch, seqlen, heads, head_dim_v)``, LSE and dLSE or None ``(batch, heads, seqlen)``.
 
         Out: LSE in base 2 and delta ``(batch, heads, padded rows)``. Zeroed: ``mdQ`` ``(batch · heads, rows / 64,
-        64 · head_dim)`` and the int32 ``workspace``, of at most two words per 64 rows of a head.
+        64 · head_dim)`` and the int32 ``workspace``, of at most PREPROCESS_WORDS words per 64 rows of a head.
 
         ``sink``: logits fp32 ``(heads,)`` and, to be filled, parts of their gradients, fp32 ``(batch · heads, rows /
         64, PREPROCESS_WARPS)``, or None. A sink is a key whose value is 0: its dP is 0, so that its dS is -P · delta.
@@ -77,8 +84,8 @@ class PreprocessKernel:
         if const_expr(sequences is None):
             block = dense_block(cta, cute.size(mdQ, mode=[1]), mO.shape[2], mO.shape[1])
             self.process(block, inputs, lse, work, sink, tidx)
-            word = 2 * cta + tidx
-            if tidx < 2 and word < cute.size(workspace):
+            word = PREPROCESS_WORDS * cta + tidx
+            if tidx < PREPROCESS_WORDS and word < cute.size(workspace):
                 workspace[word] = Int32(0)
         else:
             table = SequenceTable(*sequences)

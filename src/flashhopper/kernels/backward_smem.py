@@ -20,6 +20,7 @@ class BackwardBarrier(IntEnum):
     P_FULL = 3  # split="operands": P is in the exchange tile …
     P_EMPTY = 4  # … and has been read
     ADD = 5  # and 6, one per warp that adds, if deterministic: its turn at the staging ring
+    EXCHANGE = 7  # of a pair: all of dS is written and may go to the other CTA
     TURN_SLOT_1 = 9  # and 10, in tiles with K's second stage: see turns.turn_barrier
 
 
@@ -32,6 +33,7 @@ class BackwardLayouts(NamedTuple):
     Q: cute.ComposedLayout  # (tile_m, head_dim, num_q_stages)
     dO: cute.ComposedLayout  # (tile_m, head_dim_v, num_do_stages)
     dS: cute.ComposedLayout  # (tile_m, tile_n, num_ds_stages)
+    other_K: cute.ComposedLayout | None  # of a pair: (tile_n, head_dim / 2, num_k_stages)
 
     @classmethod
     def create(cls, spec: BackwardSpec, element: Any) -> "BackwardLayouts":
@@ -50,6 +52,7 @@ class BackwardLayouts(NamedTuple):
             queries(spec.head_dim, config.num_q_stages),
             queries(spec.head_dim_v, config.num_do_stages),
             sm90.make_smem_layout_a(row, (tile_m, spec.head_dim, tile_n), element, config.num_ds_stages),
+            keys(spec.head_dim // 2, config.num_k_stages) if config.paired else None,
         )
 
 
@@ -57,6 +60,8 @@ def make_backward_storage(spec: BackwardSpec, layouts: BackwardLayouts, element:
     """The struct of one CTA."""
     config = spec.config
     exchanged_words = config.tile_m * config.tile_n // 2 if config.split == "operands" else 0
+    num_pairs = int(config.paired)
+    elements_other_K = cute.cosize(layouts.other_K) if config.paired else 0
 
     def tile(kind: Any, elements: int) -> Any:
         return cute.struct.Align[cute.struct.MemRange[kind, elements], TILE_ALIGNMENT]
@@ -69,7 +74,10 @@ def make_backward_storage(spec: BackwardSpec, layouts: BackwardLayouts, element:
         do_barriers: cute.struct.MemRange[Int64, 2 * config.num_do_stages]
         ds_barriers: cute.struct.MemRange[Int64, 2 * config.num_ds_stages]
         dq_barriers: cute.struct.MemRange[Int64, 2 * config.num_dq_stages]
+        other_ds_barriers: cute.struct.MemRange[Int64, num_pairs * config.num_ds_stages]
+        claim_barriers: cute.struct.MemRange[Int64, num_pairs * 2]
         tile_slots: cute.struct.MemRange[Int32, TileSlot.WORDS * config.num_k_stages]
+        claimed: cute.struct.MemRange[Int32, num_pairs]
         sLSE: cute.struct.Align[cute.struct.MemRange[Float32, config.tile_m * config.num_q_stages], 128]
         sDelta: cute.struct.Align[cute.struct.MemRange[Float32, config.tile_m * config.num_do_stages], 128]
         sK: tile(element, cute.cosize(layouts.K))
@@ -78,6 +86,8 @@ def make_backward_storage(spec: BackwardSpec, layouts: BackwardLayouts, element:
         sdO: tile(element, cute.cosize(layouts.dO))
         sdS: tile(element, cute.cosize(layouts.dS))
         sP: tile(Int32, exchanged_words)
+        other_K: tile(element, elements_other_K)
+        other_dS: tile(element, num_pairs * cute.cosize(layouts.dS))
         sdQ: tile(Float32, config.num_dq_stages * ROWS_PER_WARPGROUP * config.dq_columns)
 
     if BackwardStorage.size_in_bytes() > SMEM_BYTES_PER_CTA:

@@ -194,6 +194,22 @@ def bulk_add_f32(gmem: Int64, smem: Int32, num_bytes: int, *, loc: Any = None, i
 
 
 @dsl_user_op
+def bulk_copy_to_cta(
+    target: Int32, source: Int32, num_bytes: int, barrier: Int32, cta: Int32, *, loc: Any = None, ip: Any = None
+) -> None:
+    """Copy bytes of shared memory to CTA ``cta`` of the cluster, counted by an mbarrier there; both addresses are those
+    of the caller's own shared memory. By one thread (PTX ISA 9.7.9.25.4.1, cp.async.bulk; 9.7.9.23, mapa)."""
+    values = (target, source, num_bytes, barrier, cta)
+    operands = [Int32(value).ir_value(loc=loc, ip=ip) for value in values]
+    text = (
+        "{.reg .b32 target, barrier; "
+        "mapa.shared::cluster.u32 target, $0, $4; mapa.shared::cluster.u32 barrier, $3, $4; "
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [target], [$1], $2, [barrier];}"
+    )
+    _asm(None, operands, text, "r,r,r,r,r,~{memory}", True, loc, ip)
+
+
+@dsl_user_op
 def load_acquire(gmem: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
     """Read an int32 of global memory (PTX ISA 9.7.9.8, ld.acquire.gpu)."""
     operands = [Int64(gmem).ir_value(loc=loc, ip=ip)]
