@@ -176,6 +176,15 @@ def unpack_16bit(packed: Int32, high: bool, element: Any, *, loc: Any = None, ip
 
 
 @dsl_user_op
+def extreme_16bit(a: Int32, b: Int32, largest: bool, element: Any, *, loc: Any = None, ip: Any = None) -> Int32:
+    """The larger or the smaller one of two numbers, of two packed pairs (PTX ISA 9.7.4.6 and 9.7.4.7, min and max)."""
+    kind = "bf16x2" if element is BFloat16 else "f16x2"
+    operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (a, b)]
+    text = f"{'max' if largest else 'min'}.{kind} $0, $1, $2;"
+    return Int32(_asm(T.i32(), operands, text, "=r,r,r", False, loc, ip))
+
+
+@dsl_user_op
 def bulk_load(smem: Int32, gmem: Int64, num_bytes: int, barrier: Int32, *, loc: Any = None, ip: Any = None) -> None:
     """Copy bytes to shared memory, counted by an mbarrier; by one thread (PTX ISA 9.7.9.25.4.1, cp.async.bulk)."""
     operands = [Int32(smem).ir_value(loc=loc, ip=ip), Int64(gmem).ir_value(loc=loc, ip=ip)]

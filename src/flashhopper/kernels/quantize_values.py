@@ -14,20 +14,28 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, mak
 from flashhopper.config import ELEMENT_BYTES, FP8_MAX_EXPONENT, QuantizeValuesSpec, ValueScalesSpec, ValueStatisticsSpec
 from flashhopper.kernels import ptx
 from flashhopper.kernels.forward import ELEMENTS
-from flashhopper.kernels.quantize import fake_sequences, scale_of, without_infinity
+from flashhopper.kernels.quantize import (
+    SIGN_BITS,
+    VECTOR,
+    fake_sequences,
+    scale_of,
+    vector_words,
+    without_infinity,
+)
 from flashhopper.kernels.ragged import OwnBlocks, own_block
 from flashhopper.kernels.values import ceil_div, divide
 
-VECTOR = 8  # channels of a thread at a time
 KEYS = 128  # of a CTA that transposes
 WORDS = KEYS // 4  # of four 8-bit keys
 PITCH = WORDS + 1  # words between channels in shared memory: neither writes nor reads conflict
 WARP = 32
-WARPS = 8
+GROUPS = 4  # of the words of a channel: a warp takes so many times 8 words by 32 channels
 STATISTICS_KEYS = 512
 LANES = 8  # threads that share a channel's keys
 SUM, LOWEST, HIGHEST = range(3)
 EXPONENT_BITS = 0x7F800000  # of fp32
+PAIR_OF_INFINITIES = {"bfloat16": 0x7F807F80, "float16": 0x7C007C00}
+BYTES = (0xFF, 0xFF00, 0xFF0000, 0xFF000000 - 2**32)  # of a word
 MANTISSA_BITS = {"bfloat16": 7, "float16": 10}
 
 
@@ -56,25 +64,19 @@ class ValueStatisticsKernel:
         batch, chunk = divide(chunk_index, cute.size(mPartial, mode=[2]))
         lane, group = divide(tidx, self.groups)
         head_dim = self.spec.head_dim
-        results = cute.make_rmem_tensor((VECTOR, 3), Float32)
-        results[None, SUM].fill(0.0)
-        results[None, LOWEST].fill(Float32.inf)
-        results[None, HIGHEST].fill(-Float32.inf)
         first, end = chunk * STATISTICS_KEYS, cute.size(mV, mode=[1])
         if const_expr(self.spec.ragged):
             _, first, end = OwnBlocks(sequences[0], sequences[1], end, STATISTICS_KEYS).find(chunk)
         first = first + lane
         steps = cutlass.min(STATISTICS_KEYS // LANES, (cutlass.max(end - first, 0) + LANES - 1) // LANES)
-        for step in cutlass.range(steps, unroll=8):
-            gV = cute.domain_offset((group * VECTOR,), mV[batch, first + step * LANES, head, None])
-            values = cute.make_rmem_tensor((VECTOR,), mV.element_type)
-            cute.autovec_copy(cute.make_tensor(gV.iterator.align(16), cute.make_layout(VECTOR)), values)
-            for c in cutlass.range_constexpr(VECTOR):
-                x = values[c].to(Float32)
-                is_finite = cute.arch.fmax(x, -x) < Float32.inf  # false for NaN too: fmax of two NaN is NaN
-                results[c, SUM] = results[c, SUM] + (x if is_finite else Float32(0.0))
-                results[c, LOWEST] = cute.arch.fmin(results[c, LOWEST], x if is_finite else Float32.inf)
-                results[c, HIGHEST] = cute.arch.fmax(results[c, HIGHEST], x if is_finite else -Float32.inf)
+        gV = cute.domain_offset((first, cute.assume(group * VECTOR, divby=VECTOR)), mV[batch, None, head, None])
+        results = cute.make_rmem_tensor((VECTOR, 3), Float32)
+        self.gather(gV, steps, results)
+        magnitude = Float32(0.0)  # Inf or NaN if a sum is, and then some values may be
+        for c in cutlass.range_constexpr(VECTOR):
+            magnitude = magnitude + cute.arch.fmax(results[c, SUM], -results[c, SUM])
+        if not magnitude < Float32.inf:
+            self.gather_finite(gV, steps, results)
         shared = cutlass.memory.SmemAllocator().allocate_array(Float32, LANES * 3 * head_dim)
         lanes = cute.make_tensor(shared, cute.make_layout((head_dim, 3, LANES)))
         for c in cutlass.range_constexpr(VECTOR):
@@ -88,6 +90,44 @@ class ValueStatisticsKernel:
             highest = cute.arch.fmax(highest, lanes[tidx, HIGHEST, i])
         for kind, value in ((SUM, total), (LOWEST, lowest), (HIGHEST, highest)):
             mPartial[batch, head, chunk, kind, tidx] = value
+
+    @cute.jit
+    def gather(self, gV: cute.Tensor, steps: Int32, results: cute.Tensor):
+        """Statistics as if all values were finite, which finite sums prove; the extremes of two channels at once."""
+        element = gV.element_type
+        inf = PAIR_OF_INFINITIES[self.spec.dtype]
+        extremes = cute.make_rmem_tensor((VECTOR // 2, 3), Int32)
+        extremes[None, LOWEST].fill(inf)
+        extremes[None, HIGHEST].fill(inf | SIGN_BITS)
+        results[None, SUM].fill(0.0)
+        for step in cutlass.range(steps, unroll=8):
+            pairs = cute.make_rmem_tensor((VECTOR // 2,), Int32)
+            cute.autovec_copy(vector_words(gV, step * LANES), pairs)
+            for p in cutlass.range_constexpr(VECTOR // 2):
+                for half in cutlass.range_constexpr(2):
+                    c = 2 * p + half
+                    results[c, SUM] = results[c, SUM] + ptx.unpack_16bit(pairs[p], half == 1, element)
+                for kind in cutlass.range_constexpr(LOWEST, HIGHEST + 1):
+                    extremes[p, kind] = ptx.extreme_16bit(extremes[p, kind], pairs[p], kind == HIGHEST, element)
+        for kind in cutlass.range_constexpr(LOWEST, HIGHEST + 1):
+            for c in cutlass.range_constexpr(VECTOR):
+                results[c, kind] = ptx.unpack_16bit(extremes[c // 2, kind], c % 2 == 1, element)
+
+    @cute.jit
+    def gather_finite(self, gV: cute.Tensor, steps: Int32, results: cute.Tensor):
+        """Statistics of the finite values."""
+        results[None, SUM].fill(0.0)
+        results[None, LOWEST].fill(Float32.inf)
+        results[None, HIGHEST].fill(-Float32.inf)
+        for step in cutlass.range(steps, unroll=1):
+            pairs = cute.make_rmem_tensor((VECTOR // 2,), Int32)
+            cute.autovec_copy(vector_words(gV, step * LANES), pairs)
+            for c in cutlass.range_constexpr(VECTOR):
+                x = ptx.unpack_16bit(pairs[c // 2], c % 2 == 1, gV.element_type)
+                is_finite = cute.arch.fmax(x, -x) < Float32.inf  # false for NaN too: fmax of two NaN is NaN
+                results[c, SUM] = results[c, SUM] + (x if is_finite else Float32(0.0))
+                results[c, LOWEST] = cute.arch.fmin(results[c, LOWEST], x if is_finite else Float32.inf)
+                results[c, HIGHEST] = cute.arch.fmax(results[c, HIGHEST], x if is_finite else -Float32.inf)
 
 
 class ValueScalesKernel:
@@ -145,7 +185,7 @@ class ValueScalesKernel:
             # As the host has it for a dense batch: divided in double precision, then rounded.
             one_over_keys = Float32(Float64(1.0) / Float64(cutlass.max(num_keys, 1)))
         total, lowest, highest = Float32(0.0), Float32.inf, -Float32.inf
-        for chunk in cutlass.range(first, first + num_chunks, unroll=8):
+        for chunk in cutlass.range(first, first + num_chunks, unroll=16):
             total = total + mPartial[entry, head, chunk, SUM, tidx]
             lowest = cute.arch.fmin(lowest, mPartial[entry, head, chunk, LOWEST, tidx])
             highest = cute.arch.fmax(highest, mPartial[entry, head, chunk, HIGHEST, tidx])
@@ -165,13 +205,14 @@ class ValueScalesKernel:
 
 
 class QuantizeValuesKernel:
-    """Converts and transposes 128 keys of a head per CTA; from e4m3 input, transposes alone.
+    """Converts and transposes 128 keys of a head per CTA, 32 channels per warp; from e4m3 input, transposes alone.
 
     A thread takes the four keys that share a word of the result, whose order is that of P's registers.
     """
 
     def __init__(self, spec: QuantizeValuesSpec):
         self.spec, self.converts = spec, spec.dtype not in FP8_MAX_EXPONENT
+        self.num_warps = ceil_div(spec.head_dim, WARP)
 
     @cute.jit
     def __call__(self, mV: cute.Tensor, mInverse: Any, mMean: Any, mData: cute.Tensor, sequences: Any, stream: Any):
@@ -179,7 +220,7 @@ class QuantizeValuesKernel:
         head_dim)``, None with FP8; ``mData`` FP8 ``(batch, heads, head_dim, slots)``, slots a multiple of 128."""
         num_ctas = cute.size(mData, mode=[0]) * cute.size(mData, mode=[1]) * (cute.size(mData, mode=[3]) // KEYS)
         self.kernel(mV, mInverse, mMean, mData, sequences).launch(
-            grid=(num_ctas, 1, 1), block=(WARPS * WARP, 1, 1), stream=stream
+            grid=(num_ctas, 1, 1), block=(self.num_warps * WARP, 1, 1), stream=stream
         )
 
     @cute.kernel
@@ -187,66 +228,71 @@ class QuantizeValuesKernel:
         head_dim = self.spec.head_dim
         tidx, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
+        if const_expr(self.converts):
+            num_ctas, _, _ = cute.arch.grid_dim()
+            cta = num_ctas - 1 - cta  # what the statistics read last is still in the cache
         block_index, head = divide(cta, cute.size(mData, mode=[1]))
         batch, block = divide(block_index, cute.size(mData, mode=[3]) // KEYS)
         sequence, first_key, end = batch, block * KEYS, cute.size(mV, mode=[1])
         if const_expr(self.spec.ragged):
             sequence, first_key, end = OwnBlocks(sequences[0], sequences[1], end, KEYS).find(block)
-        shared = cutlass.memory.SmemAllocator().allocate_array(Int32, head_dim * PITCH)
-        words = cute.make_tensor(shared, cute.make_layout((WORDS, head_dim), stride=(1, PITCH)))
         warp, lane = divide(tidx, WARP)
-        column_blocks = (head_dim + WARP - 1) // WARP
-        for i in cutlass.range_constexpr((4 * column_blocks + WARPS - 1) // WARPS):
-            unit = warp + WARPS * i  # 8 words by 32 channels: rows are read 64 bytes at a time
-            word, column = unit % 4 * 8 + lane // 4, unit // 4 * WARP + lane % 4 * VECTOR
-            if column < head_dim:
-                gV = cute.domain_offset((first_key, 0), mV[batch, None, head, None])
-                place = (sequence, head, column)
-                self.convert(gV, mInverse, mMean, place, end - first_key, word, words)
-        cute.arch.sync_threads()
-        for i in cutlass.range_constexpr(column_blocks):
-            channel, part = i * WARP + tidx // 8, tidx % 8
-            if channel < head_dim:
+        column = cute.assume(warp * WARP + lane % 4 * VECTOR, divby=VECTOR)
+        shared = cutlass.memory.SmemAllocator().allocate_array(Int32, self.num_warps * WARP * PITCH)
+        words = cute.make_tensor(shared, cute.make_layout((WORDS, self.num_warps * WARP), stride=(1, PITCH)))
+        if column < head_dim:
+            gV = cute.domain_offset((first_key, column), mV[batch, None, head, None])
+            channels = cute.domain_offset((0, column), words)
+            numbers: Any = None
+            if const_expr(self.converts):
+                numbers = tuple(self.channel_numbers(m[sequence, head, None], column) for m in (mMean, mInverse))
+            self.convert(gV, numbers, end - first_key, lane // 4, channels)
+        cute.arch.sync_warp()
+        channel, part = warp * WARP + lane // 8, lane % 8
+        start = cute.assume(block * KEYS + 16 * part, divby=16)
+        gData = cute.domain_offset((channel, start), mData[batch, head, None, None])
+        for i in cutlass.range_constexpr(WARP // 4):
+            if channel + 4 * i < head_dim:
                 four = cute.make_rmem_tensor((4,), Int32)
                 for w in cutlass.range_constexpr(4):
-                    four[w] = words[4 * part + w, channel]
-                gData = cute.domain_offset((block * KEYS + 16 * part,), mData[batch, head, channel, None])
-                target = cute.recast_ptr(gData.iterator.align(16), dtype=Int32)
+                    four[w] = words[4 * part + w, channel + 4 * i]
+                target = cute.recast_ptr(cute.domain_offset((4 * i, 0), gData).iterator, dtype=Int32)
                 cute.autovec_copy(four, cute.make_tensor(target, cute.make_layout(4)))
 
+    def channel_numbers(self, gX: cute.Tensor, column: Int32) -> cute.Tensor:
+        """Of the thread's channels."""
+        numbers = cute.make_rmem_tensor((VECTOR,), Float32)
+        source = cute.domain_offset((column,), gX)
+        cute.autovec_copy(cute.make_tensor(source.iterator, numbers.layout), numbers)
+        return numbers
+
     @cute.jit
-    def convert(
-        self,
-        gV: cute.Tensor,
-        mInverse: Any,
-        mMean: Any,
-        place: tuple,
-        num_keys: Int32,
-        word: Int32,
-        words: cute.Tensor,
-    ):
-        """Eight channels of the four keys of one word of a block; keys past the end, from ``num_keys``, are 0."""
-        batch, head, column = place
-        values = cute.make_rmem_tensor((VECTOR, 4), gV.element_type)
-        cute.recast_tensor(values, Int32).fill(0)
-        for j in cutlass.range_constexpr(4):
-            key = word // 4 * 16 + 8 * (j // 2) + 2 * (word % 4) + j % 2
-            if key < num_keys:
-                source = cute.domain_offset((column,), gV[key, None])
-                pointer = source.iterator.align(VECTOR * ELEMENT_BYTES[self.spec.dtype])
-                cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(VECTOR)), values[None, j])
-        numbers = cute.make_rmem_tensor((VECTOR, 4), Float32)
-        numbers.store(values.load().to(Float32))
-        if const_expr(self.converts):
+    def convert(self, gV: cute.Tensor, numbers: Any, num_keys: Int32, first: Int32, words: cute.Tensor):
+        """Eight channels of a block's words from ``first``, every eighth; keys past the end, from ``num_keys``, are 0.
+        ``numbers``: means and reciprocals of scales, None with FP8."""
+        element = gV.element_type
+        values = cute.make_rmem_tensor((VECTOR * element.width // Int32.width, 4, GROUPS), Int32)
+        values.fill(0)
+        masks = cute.make_rmem_tensor((GROUPS,), Int32)
+        masks.fill(0)
+        for i in cutlass.range_constexpr(GROUPS):  # every load is issued before the first is used
             for j in cutlass.range_constexpr(4):
+                word = first + i * (WORDS // GROUPS)
                 key = word // 4 * 16 + 8 * (j // 2) + 2 * (word % 4) + j % 2
-                for c in cutlass.range_constexpr(VECTOR):
-                    mean, inverse = mMean[batch, head, column + c], mInverse[batch, head, column + c]
-                    y = without_infinity((numbers[c, j] - mean) * inverse)
-                    numbers[c, j] = y if key < num_keys else Float32(0.0)
-        for c in cutlass.range_constexpr(VECTOR):
-            four = tuple(numbers[c, j] for j in range(4))
-            words[word, column + c] = ptx.pack_8bit(four, ELEMENTS[self.spec.out_dtype])
+                if key < num_keys:
+                    cute.autovec_copy(vector_words(gV, key), values[None, j, i])
+                    masks[i] |= BYTES[j]
+        for i in cutlass.range_constexpr(GROUPS):
+            x = cute.make_rmem_tensor((VECTOR, 4), Float32)
+            if const_expr(self.converts):
+                for k in cutlass.range_constexpr(cute.size(x)):
+                    number = ptx.unpack_16bit(values[k // 2 + i * cute.size(x) // 2], k % 2 == 1, element)
+                    x[k] = without_infinity((number - numbers[0][k % VECTOR]) * numbers[1][k % VECTOR])
+            else:
+                x.store(cute.recast_tensor(values[None, None, i], element).load().to(Float32))
+            for c in cutlass.range_constexpr(VECTOR):
+                packed = ptx.pack_8bit(tuple(x[c, j] for j in range(4)), ELEMENTS[self.spec.out_dtype])
+                words[first + i * (WORDS // GROUPS), c] = packed & masks[i]
 
 
 def _values(spec: Any, batch: Any, heads: Any) -> Any:
