@@ -58,6 +58,7 @@ class ValueStatisticsKernel:
 
     @cute.kernel
     def kernel(self, mV: cute.Tensor, mPartial: cute.Tensor, sequences: Any):
+        cute.arch.griddepcontrol_launch_dependents()  # the kernel of the scales waits for this one to end
         tidx, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         chunk_index, head = divide(cta, cute.size(mPartial, mode=[1]))
@@ -150,7 +151,7 @@ class ValueScalesKernel:
         """Out: fp32 ``(batch or sequences, heads, head_dim)`` each. ``one_over_keys``: of a dense batch."""
         num_ctas = cute.size(mScale, mode=[0]) * cute.size(mScale, mode=[1])
         self.kernel(mPartial, mScale, mInverse, mMean, one_over_keys, sequences).launch(
-            grid=(num_ctas, 1, 1), block=(self.spec.head_dim, 1, 1), stream=stream
+            grid=(num_ctas, 1, 1), block=(self.spec.head_dim, 1, 1), use_pdl=True, stream=stream
         )
 
     @cute.jit
@@ -173,6 +174,8 @@ class ValueScalesKernel:
         one_over_keys: Float32,
         sequences: Any,
     ):
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()  # by every thread: whoever waits for this kernel waits for the one before it
         tidx, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         batch, head = divide(cta, cute.size(mPartial, mode=[1]))
@@ -220,7 +223,7 @@ class QuantizeValuesKernel:
         head_dim)``, None with FP8; ``mData`` FP8 ``(batch, heads, head_dim, slots)``, slots a multiple of 128."""
         num_ctas = cute.size(mData, mode=[0]) * cute.size(mData, mode=[1]) * (cute.size(mData, mode=[3]) // KEYS)
         self.kernel(mV, mInverse, mMean, mData, sequences).launch(
-            grid=(num_ctas, 1, 1), block=(self.num_warps * WARP, 1, 1), stream=stream
+            grid=(num_ctas, 1, 1), block=(self.num_warps * WARP, 1, 1), use_pdl=self.converts, stream=stream
         )
 
     @cute.kernel
@@ -229,6 +232,7 @@ class QuantizeValuesKernel:
         tidx, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         if const_expr(self.converts):
+            cute.arch.griddepcontrol_wait()
             num_ctas, _, _ = cute.arch.grid_dim()
             cta = num_ctas - 1 - cta  # what the statistics read last is still in the cache
         block_index, head = divide(cta, cute.size(mData, mode=[1]))
