@@ -10,7 +10,7 @@ import torch
 from posed_card import pose
 
 from flashhopper import device, launch_backward
-from flashhopper.config import AnySpec, BackwardSpec, PostprocessSpec, PreprocessSpec
+from flashhopper.config import PREPROCESS_WORDS, AnySpec, BackwardSpec, PostprocessSpec, PreprocessSpec
 from flashhopper.heuristics import BACKWARD_TABLE, select_backward_row
 from flashhopper.options import AttentionOptions
 from flashhopper.problem import AttentionProblem, TensorFacts
@@ -64,6 +64,31 @@ def test_semaphores_only_if_deterministic() -> None:
     assert made is not None
     assert made.workspaces.semaphores is None
     assert made.workspaces.words == 1
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("rows", [1, 64, 128, 1000])
+def test_the_preprocess_kernel_zeroes_the_whole_workspace(rows: int, head_dim: int) -> None:
+    """A semaphore that begins with anything else is waited for without end."""
+    made = plan((1, rows, 1, head_dim), (1, 77, 1, head_dim), head_dim, deterministic=True)
+    assert made is not None
+    heads, row_blocks, _ = made.workspaces.accumulator[0]
+    assert made.workspaces.words <= PREPROCESS_WORDS * heads * row_blocks
+
+
+def test_ctas_of_a_pair_have_semaphores_of_their_own() -> None:
+    made = plan((2, 1000, 3, 256), (2, 77, 3, 256), 256, deterministic=True)
+    assert made is not None
+    assert made.spec.config.paired
+    assert made.workspaces.semaphores == (6, 2 * 16)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 2, 3])
+def test_a_single_multiprocessor_has_no_pairs(multiprocessors: int) -> None:
+    made = plan((1, 64, 1, 256), (1, 64, 1, 256), 256, sm_margin=132 - multiprocessors)
+    assert made is not None
+    assert made.max_ctas == multiprocessors
+    assert made.spec.config.paired == (multiprocessors > 1)
 
 
 def test_semaphores_lie_in_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
