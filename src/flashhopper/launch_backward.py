@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flashhopper import current
 from flashhopper.compiler import get_kernel
 from flashhopper.config import (
     PLAIN,
@@ -228,7 +229,7 @@ class _BackwardPlan:
         ragged: RaggedTensors | None,
         mods: Mods | None,
     ) -> Gradients:
-        if self.device_index != torch.cuda.current_device():
+        if self.device_index != current.device():
             with torch.cuda.device(self.device_index):
                 return self(saved, dout, grad_lse, softmax_tensors, ragged, mods)
         device, sink = self.device, softmax_tensors.learnable_sink
@@ -246,9 +247,9 @@ class _BackwardPlan:
         addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout.data_ptr()
         if addresses % TMA_ALIGNMENT:
             q, k, v, out, dout = map(aligned, (q, k, v, out, dout))
-        lse_log2 = torch.empty_strided(*spaces.statistics, dtype=torch.float32, device=device)
-        delta = torch.empty_strided(*spaces.statistics, dtype=torch.float32, device=device)
-        accumulator = torch.empty_strided(*spaces.accumulator, dtype=torch.float32, device=device)
+        lse_log2 = current.empty_strided(*spaces.statistics, torch.float32)
+        delta = current.empty_strided(*spaces.statistics, torch.float32)
+        accumulator = current.empty_strided(*spaces.accumulator, torch.float32)
         # The preprocess kernel zeroes it, but does not know how many CTAs it has if ragged.
         allocate = torch.empty if by_keys is None else torch.zeros
         workspace = allocate(spaces.words, dtype=torch.int32, device=device)
@@ -289,7 +290,7 @@ class _BackwardPlan:
         return Gradients(*gradients, dsink)
 
     def _empty_gradients(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        dtype, device = self.dtype, self.device
+        dtype = self.dtype
         of_q, of_k, of_v = self.gradient_layouts
         if self.schedules is not None:  # rows differ from call to call, their strides do not
             of_q, of_k, of_v = (
@@ -297,9 +298,9 @@ class _BackwardPlan:
                 for rows, (shape, strides) in zip((q.shape[0], k.shape[0], k.shape[0]), (of_q, of_k, of_v), strict=True)
             )
         return (
-            torch.empty_strided(*of_q, dtype=dtype, device=device),
-            torch.empty_strided(*of_k, dtype=dtype, device=device),
-            torch.empty_strided(*of_v, dtype=dtype, device=device),
+            current.empty_strided(*of_q, dtype),
+            current.empty_strided(*of_k, dtype),
+            current.empty_strided(*of_v, dtype),
         )
 
 

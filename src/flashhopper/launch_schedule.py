@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashhopper import current
 from flashhopper.compiler import get_kernel
 from flashhopper.config import ScheduleSpec
 from flashhopper.problem import RaggedFacts, RaggedTensors
@@ -32,10 +33,10 @@ class Schedule:
         rows, others = (ragged.cu_seqlens_q, ragged.seqused_q), (ragged.cu_seqlens_k, ragged.seqused_k)
         if self.by_keys:
             rows, others = others, rows
-        batch, device = rows[0].shape[0] - 1, rows[0].device
+        batch = rows[0].shape[0] - 1
         self.max_tiles(total_rows, batch)
-        records = torch.empty_strided((2 * batch * RECORD_WORDS,), (1,), dtype=torch.int32, device=device)
-        first_tiles = torch.empty_strided((2 * batch + 1,), (1,), dtype=torch.int32, device=device)
+        records = current.empty_strided((2 * batch * RECORD_WORDS,), (1,), torch.int32)
+        first_tiles = current.empty_strided((2 * batch + 1,), (1,), torch.int32)
         sizes = total_rows, self.tile_rows, self.heads
         self.kernel(rows[0], others[0], rows[1], others[1], records, first_tiles, *sizes)
         return records, first_tiles

@@ -12,7 +12,7 @@ import torch
 from checks import BF16, FENCE, Result, Shape, Tensors, scale_of
 from tolerance import assert_close_on_average, assert_close_to_reference, largest_error, tolerance
 
-from flashhopper import flash_attn_func
+from flashhopper import current, flash_attn_func
 from flashhopper.options import AttentionOptions
 from flashhopper.reference import attention, visible_keys
 
@@ -75,9 +75,9 @@ def take_gradients(tensors: Tensors, incoming: Incoming, options: AttentionOptio
 
 @contextmanager
 def fenced_allocations() -> Iterator[set[int]]:
-    """What is taken from ``torch.empty``, ``empty_like`` or ``empty_strided`` inside is NaN (integers: their largest
-    value) until a kernel writes it, and lies between fences that nobody may touch. Yields the addresses of these
-    allocations.
+    """What is taken from ``torch.empty``, ``torch.empty_like`` or ``current.empty_strided`` inside is NaN (integers:
+    their largest value) until a kernel writes it, and lies between fences that nobody may touch. Yields the addresses
+    of these allocations.
     """
     buffers: list[torch.Tensor] = []
     addresses: set[int] = set()
@@ -92,15 +92,15 @@ def fenced_allocations() -> Iterator[set[int]]:
     def fenced_empty_like(x: torch.Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
         return fenced_empty(x.shape, dtype=dtype or x.dtype, device=x.device)
 
-    def fenced_empty_strided(
-        shape: tuple[int, ...], strides: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        inside = fenced_empty(shape, dtype=dtype, device=device)
+    def fenced_empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        inside = fenced_empty(shape, dtype=dtype, device=torch.device("cuda"))
         assert inside.stride() == strides
         return inside
 
-    fenced = {"empty": fenced_empty, "empty_like": fenced_empty_like, "empty_strided": fenced_empty_strided}
-    with mock.patch.multiple(torch, **fenced):
+    with (
+        mock.patch.multiple(torch, empty=fenced_empty, empty_like=fenced_empty_like),
+        mock.patch.object(current, "empty_strided", fenced_empty_strided),
+    ):
         yield addresses
     for buffer in buffers:
         untouched = torch.full((FENCE,), poison(buffer.dtype), dtype=buffer.dtype, device=buffer.device)

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from tolerance import assert_close_to_reference, assert_lse_close
 
-from flashhopper import flash_attn_func, launch
+from flashhopper import current, flash_attn_func, launch
 from flashhopper.config import ForwardConfig
 from flashhopper.options import AttentionOptions
 from flashhopper.reference import attention
@@ -68,20 +68,18 @@ def dense(tensors: Tensors) -> Tensors:
 def poisoned_outputs(launches: int = 1) -> Iterator[None]:
     """Outputs of the launches inside are NaN until a kernel writes them, and lie between fences that nobody may touch.
 
-    ``launches``: how many calls will take an output and an LSE from ``torch.empty_strided``.
+    ``launches``: how many calls will take an output and an LSE from ``current.empty_strided``.
     """
     buffers: list[torch.Tensor] = []
 
-    def poisoned_empty(
-        shape: tuple[int, ...], strides: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        buffer = torch.full((math.prod(shape) + 2 * FENCE,), math.nan, dtype=dtype, device=device)
+    def poisoned_empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        buffer = torch.full((math.prod(shape) + 2 * FENCE,), math.nan, dtype=dtype, device="cuda")
         buffers.append(buffer)
         inside = buffer[FENCE:-FENCE].view(shape)
         assert inside.stride() == strides
         return inside
 
-    with mock.patch.object(torch, "empty_strided", poisoned_empty):
+    with mock.patch.object(current, "empty_strided", poisoned_empty):
         yield
     assert len(buffers) == 2 * launches, "launch.py takes its outputs from elsewhere: they were not poisoned"
     for buffer in buffers:

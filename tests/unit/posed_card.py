@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from flashhopper import launch, launch_backward, launch_schedule
+from flashhopper import current, launch, launch_backward, launch_schedule
 from flashhopper.config import AnySpec
 from flashhopper.plan import EmptyPlan, Plan
 from flashhopper.problem import AttentionProblem
 
 NUM_SMS = 132
+EMPTY_ON_CPU: Any = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
 
 
 class PosedCard:
@@ -53,7 +54,8 @@ def pose(monkeypatch: pytest.MonkeyPatch) -> PosedCard:
         return kinds[problem.ragged is not None](problem, NUM_SMS, config, has)
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: card.current)
+    monkeypatch.setattr(current, "device", lambda: card.current)
+    monkeypatch.setattr(current, "empty_strided", EMPTY_ON_CPU)
     monkeypatch.setattr(torch.cuda, "device", card.device)
     monkeypatch.setattr(launch, "make_plan", make_plan)
     monkeypatch.setattr(launch, "_plans", {})

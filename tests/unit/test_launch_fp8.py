@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from posed_card import EMPTY_ON_CPU
 from ragged import Batch, Side
 
-from flashhopper import launch, launch_fp8, launch_schedule, quantize_fp8
+from flashhopper import current, launch, launch_fp8, launch_schedule, quantize_fp8
 from flashhopper.config import Features, KernelSpec, QuantizeRowsSpec, QuantizeValuesSpec, ScheduleSpec, ValueScalesSpec
 from flashhopper.fp8 import Descales, checked_inputs
 from flashhopper.kernels.features import FeatureArgs
@@ -31,6 +32,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     for module in (launch_schedule, launch_fp8):
         monkeypatch.setattr(module, "get_kernel", lambda spec: lambda *arguments: found.append((spec, arguments)))
     monkeypatch.setattr(launch_fp8, "hopper_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(current, "empty_strided", EMPTY_ON_CPU)
     monkeypatch.setattr(launch_fp8, "scheduler_workspace", lambda index: torch.zeros(4, dtype=torch.int32))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     launch_fp8._plan.cache_clear()

@@ -10,9 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from posed_card import EMPTY_ON_CPU
 from ragged import I32, cu
 
-from flashhopper import launch, launch_schedule
+from flashhopper import current, launch, launch_schedule
 from flashhopper import launch_backward as backward_module
 from flashhopper.config import (
     AnySpec,
@@ -157,6 +158,7 @@ def test_what_the_schedule_kernel_is_given(monkeypatch: pytest.MonkeyPatch, by_k
     """The side that is cut into tiles first, and room for 2 records a sequence."""
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(launch_schedule, "get_kernel", lambda spec: lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(current, "empty_strided", EMPTY_ON_CPU)
     problem, ragged = ragged_on_card()
     assert problem.ragged is not None
     schedule = Schedule(problem.ragged, by_keys=by_keys, tile_rows=64, heads=3)
