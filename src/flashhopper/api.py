@@ -11,7 +11,7 @@ from flashhopper.config import ScaleKind
 from flashhopper.fp8 import NO_DESCALES, Accumulate, Descales
 from flashhopper.fp8_tensor import Fp8QKV, Fp8Recipe, Fp8Tensor, Lengths
 from flashhopper.mods import MaskMod, ScoreMod
-from flashhopper.options import AttentionOptions, refuse_mods, refuse_tensors
+from flashhopper.options import NO_WINDOW, AttentionOptions, options_of, refuse_mods, refuse_tensors
 from flashhopper.problem import NO_SOFTMAX_TENSORS, RaggedTensors, SoftmaxTensors, split_qkv
 from flashhopper.torch_library_fp8 import FromSixteenBits
 
@@ -32,7 +32,7 @@ def flash_attn_func(
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     mod_tensors: tuple[torch.Tensor | None, ...] = (),
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = NO_WINDOW,
     attention_chunk: int = 0,
     softcap: float = 0.0,
     num_splits: int = 1,
@@ -105,24 +105,29 @@ def flash_attn_func(
     """
     if qv is not None:
         refuse_tensors(qv=qv)
-    options = AttentionOptions(
+    options = options_of(
         softmax_scale, causal, window_size, attention_chunk, softcap, num_splits, pack_gqa, deterministic, sm_margin
     )
-    softmax_tensors, descales = NO_SOFTMAX_TENSORS, NO_DESCALES
+    tensors: tuple[Any, Any, Any] = q, k, v
+    softmax_tensors, descales, functions = NO_SOFTMAX_TENSORS, NO_DESCALES, None
     if learnable_sink is not None or alibi_slopes is not None:
         softmax_tensors = SoftmaxTensors(learnable_sink, alibi_slopes)
     if q_descale is not None or k_descale is not None or v_descale is not None:
         descales = Descales(q_descale, k_descale, v_descale)
+    if score_mod is not None or mask_mod is not None or mod_tensors != ():
+        functions = score_mod, mask_mod, mod_tensors
+    elif softmax_tensors is NO_SOFTMAX_TENSORS and descales is NO_DESCALES and fp8_accumulate == "two_level":
+        repeated = ops.repeated_attention(tensors[0], tensors[1], tensors[2], options)
+        if repeated is not None:
+            return repeated if return_lse or return_attn_probs else repeated[0]
     if fp8.is_fp8(q, k, v):
         refuse_mods(score_mod=score_mod, mask_mod=mask_mod, mod_tensors=mod_tensors or None)
         out, lse = ops_fp8.attention(q, k, v, options, descales, fp8_accumulate, softmax_tensors)
     else:
         fp8.refuse(descales, fp8_accumulate)
-        tensors: tuple[Any, Any, Any] = q, k, v
-        if score_mod is None and mask_mod is None and mod_tensors == ():
+        if functions is None:
             out, lse = ops.attention(tensors[0], tensors[1], tensors[2], options, softmax_tensors)
         else:
-            functions = score_mod, mask_mod, mod_tensors
             out, lse = ops.attention_with_mods(*tensors, options, softmax_tensors, functions)
     return (out, lse) if return_lse or return_attn_probs else out
 
@@ -183,7 +188,7 @@ def flash_attn_fp8_func(
     softmax_scale: float | None = None,
     causal: bool = False,
     *,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = NO_WINDOW,
     attention_chunk: int = 0,
     scales: ScaleKind = "power_of_two",
     hadamard: bool = True,
@@ -234,7 +239,7 @@ def flash_attn_varlen_fp8_func(
     softmax_scale: float | None = None,
     causal: bool = False,
     *,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = NO_WINDOW,
     attention_chunk: int = 0,
     scales: ScaleKind = "power_of_two",
     hadamard: bool = True,
@@ -323,7 +328,7 @@ def flash_attn_varlen_func(
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     mod_tensors: tuple[torch.Tensor | None, ...] = (),
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = NO_WINDOW,
     attention_chunk: int = 0,
     softcap: float = 0.0,
     num_splits: int = 1,

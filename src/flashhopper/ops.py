@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from flashhopper import launch, launch_backward, sharding, torch_library
+from flashhopper import last_call, launch, launch_backward, sharding, torch_library
 from flashhopper.launch_backward import Saved
 from flashhopper.mod_call import Mods
 from flashhopper.options import AttentionOptions
 from flashhopper.plan import Plan
 from flashhopper.plan_key import PLAIN_TENSORS
-from flashhopper.problem import RaggedTensors, SoftmaxTensors
+from flashhopper.problem import NO_SOFTMAX_TENSORS, RaggedTensors, SoftmaxTensors
 
 _NUM_LENGTHS = len(RaggedTensors._fields) - 2
 
@@ -28,18 +28,25 @@ class _Attention(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         learnable_sink: torch.Tensor | None,
-        alibi_slopes: torch.Tensor | None,
         plan: Plan,
+        softmax_tensors: SoftmaxTensors,
         ragged: RaggedTensors | None,
         mods: Mods | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = plan(q, k, v, SoftmaxTensors(learnable_sink, alibi_slopes), ragged, mods)
-        ctx.max_seqlens, lengths = ((), ()) if ragged is None else (ragged[:2], ragged[2:])
-        # Programs are values; their tensors are saved, so that autograd sees if they are written to.
-        ctx.functions, mod_tensors = (None, ()) if mods is None else ((mods.score, mods.mask), mods.tensors)
-        ctx.save_for_backward(q, k, v, out, lse, learnable_sink, alibi_slopes, *lengths, *mod_tensors)
+        """``learnable_sink`` is that of ``softmax_tensors``: an argument of its own for autograd, which sees only
+        those."""
+        out, lse = plan(q, k, v, softmax_tensors, ragged, mods)
         ctx.options = plan.options
         ctx.set_materialize_grads(False)
+        if ragged is None and mods is None and softmax_tensors is NO_SOFTMAX_TENSORS:
+            ctx.others = None  # to save nothing else takes 0.5 µs less than to save what is None
+            ctx.save_for_backward(q, k, v, out, lse)
+            return out, lse
+        max_seqlens, lengths = ((), ()) if ragged is None else (ragged[:2], ragged[2:])
+        # Programs are values; their tensors are saved, so that autograd sees if they are written to.
+        functions, mod_tensors = (None, ()) if mods is None else ((mods.score, mods.mask), mods.tensors)
+        ctx.others = max_seqlens, functions
+        ctx.save_for_backward(q, k, v, out, lse, *softmax_tensors, *lengths, *mod_tensors)
         return out, lse
 
     @staticmethod
@@ -47,13 +54,17 @@ class _Attention(torch.autograd.Function):
         if grad_out is None and grad_lse is None:
             return (None,) * 8
         # Once: checkpointing and offloading unpack what they saved a single time.
-        q, k, v, out, lse, learnable_sink, alibi_slopes, *rest = ctx.saved_tensors
-        ragged = None
-        if ctx.max_seqlens:
-            ragged, rest = RaggedTensors(*ctx.max_seqlens, *rest[:_NUM_LENGTHS]), rest[_NUM_LENGTHS:]
-        mods = None if ctx.functions is None else Mods(ctx.functions[0], ctx.functions[1], tuple(rest))
+        q, k, v, out, lse, *rest = ctx.saved_tensors
+        softmax_tensors, ragged, mods = NO_SOFTMAX_TENSORS, None, None
+        if ctx.others is not None:
+            max_seqlens, functions = ctx.others
+            softmax_tensors, rest = SoftmaxTensors(*rest[:2]), rest[2:]
+            if max_seqlens:
+                ragged, rest = RaggedTensors(*max_seqlens, *rest[:_NUM_LENGTHS]), rest[_NUM_LENGTHS:]
+            if functions is not None:
+                mods = Mods(functions[0], functions[1], tuple(rest))
         saved, grads = Saved(q, k, v, out, lse), (grad_out, grad_lse)
-        gradients = kernel_gradients(saved, learnable_sink, alibi_slopes, ctx.options, grads, ragged, mods)
+        gradients = kernel_gradients(saved, softmax_tensors, ctx.options, grads, ragged, mods)
         needed = zip(gradients, ctx.needs_input_grad, strict=False)
         return *(gradient if is_needed else None for gradient, is_needed in needed), None, None, None, None
 
@@ -75,13 +86,12 @@ class _AttentionBackward(torch.autograd.Function):
         out: torch.Tensor,
         lse: torch.Tensor,
         learnable_sink: torch.Tensor | None,
-        alibi_slopes: torch.Tensor | None,
+        softmax_tensors: SoftmaxTensors,
         grad_lse: torch.Tensor | None,
         options: AttentionOptions,
         ragged: RaggedTensors | None,
         mods: Mods | None,
     ) -> tuple[torch.Tensor | None, ...]:
-        softmax_tensors = SoftmaxTensors(learnable_sink, alibi_slopes)
         saved = Saved(q, k, v, out, lse)
         return tuple(
             launch_backward.backward(
@@ -96,8 +106,7 @@ class _AttentionBackward(torch.autograd.Function):
 
 def kernel_gradients(
     saved: Saved,
-    learnable_sink: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
+    softmax_tensors: SoftmaxTensors,
     options: AttentionOptions,
     grads: tuple[torch.Tensor | None, torch.Tensor | None],
     ragged: RaggedTensors | None = None,
@@ -108,14 +117,29 @@ def kernel_gradients(
     if grad_out is None:
         grad_out = torch.zeros_like(saved.out)
     if not torch.is_grad_enabled():  # no graph through the backward is asked for: create_graph=False
-        softmax_tensors = SoftmaxTensors(learnable_sink, alibi_slopes)
         return launch_backward.backward(
             grad_out, *saved, options, grad_lse, ragged=ragged, softmax_tensors=softmax_tensors, mods=mods
         )
     gradients: tuple[torch.Tensor | None, ...] = _AttentionBackward.apply(
-        grad_out, *saved, learnable_sink, alibi_slopes, grad_lse, options, ragged, mods
+        grad_out, *saved, softmax_tensors.learnable_sink, softmax_tensors, grad_lse, options, ragged, mods
     )
     return gradients
+
+
+def repeated_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """As :func:`attention` of a dense problem, if this call is like the last one with these options; None if that is
+    not sure."""
+    if _is_compiling() or _num_dispatch_modes() > 0 or _functorch_level() is not None:
+        return None
+    last = last_call.find(q, k, v, options)
+    if last is None:
+        return None
+    if last.needs_gradient and torch.is_grad_enabled():
+        result: tuple[torch.Tensor, torch.Tensor] = _record(q, k, v, None, last.plan, NO_SOFTMAX_TENSORS, None, None)
+        return result
+    return last.plan(q, k, v)
 
 
 def attention(
@@ -135,7 +159,8 @@ def attention(
         if sharding.is_dtensor(q):
             return sharding.attention(q, k, v, options, softmax_tensors, ragged)
         return torch_library.attention(q, k, v, options, softmax_tensors, ragged)
-    is_transformed = _functorch_level() is not None and isinstance(q, torch.Tensor) and q.is_cuda
+    is_in_transform = _functorch_level() is not None
+    is_transformed = is_in_transform and isinstance(q, torch.Tensor) and q.is_cuda
     plan = None if is_transformed else launch.known_plan(q, k, v, options, softmax_tensors, ragged)
     if plan is None:
         if sharding.is_dtensor(q):
@@ -145,6 +170,8 @@ def attention(
         if is_transformed:
             return torch_library.transformable_attention(q, k, v, options, softmax_tensors, ragged)
         plan = launch.new_plan(q, k, v, options, softmax_tensors, ragged)
+    elif ragged is None and softmax_tensors is NO_SOFTMAX_TENSORS and not is_in_transform:
+        last_call.keep(q, k, v, options, plan)
     return _attention(plan, q, k, v, softmax_tensors, ragged)
 
 
@@ -216,9 +243,9 @@ def _attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a plan, recorded by autograd if an input needs a gradient."""
     if not plan.is_differentiable and torch.is_grad_enabled():
-        sink, slopes = softmax_tensors
+        sink, _ = softmax_tensors
         if q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad):
             q, k, v = _unwrap_if_dead(q), _unwrap_if_dead(k), _unwrap_if_dead(v)
-            result: tuple[torch.Tensor, torch.Tensor] = _record(q, k, v, sink, slopes, plan, ragged, mods)
+            result: tuple[torch.Tensor, torch.Tensor] = _record(q, k, v, sink, plan, softmax_tensors, ragged, mods)
             return result
     return plan(q, k, v, softmax_tensors, ragged, mods)

@@ -11,7 +11,7 @@ from flashhopper.fp8 import Accumulate, Descales
 from flashhopper.fp8_tensor import Fp8QKV, Fp8Recipe, Fp8Tensor, Lengths
 from flashhopper.launch_backward import Saved
 from flashhopper.options import AttentionOptions
-from flashhopper.problem import RaggedTensors, SoftmaxTensors
+from flashhopper.problem import NO_SOFTMAX_TENSORS, RaggedTensors, SoftmaxTensors
 from flashhopper.torch_library_fp8 import FromSixteenBits
 
 
@@ -75,7 +75,7 @@ class _Fp8Attention(torch.autograd.Function):
         saved, grads = Saved(q, k, v, out, lse), (grad_out, grad_lse)
         gradients: tuple[torch.Tensor | None, ...]
         if q.is_cuda:
-            gradients = ops.kernel_gradients(saved, None, None, ctx.options, grads, ragged)[:3]
+            gradients = ops.kernel_gradients(saved, NO_SOFTMAX_TENSORS, ctx.options, grads, ragged)[:3]
         else:
             gradients = torch_library_fp8.gradients_in_16_bits(saved, ctx.options, grads, ragged)
         needed = zip(gradients, ctx.needs_input_grad, strict=False)

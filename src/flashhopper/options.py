@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,23 @@ class AttentionOptions(NamedTuple):
     pack_gqa: bool | None = None
     deterministic: bool = False
     sm_margin: int = 0
+
+
+_kept_options = lru_cache(maxsize=256, typed=True)(AttentionOptions)
+_INTS = int, int
+
+
+def options_of(softmax_scale: Any, causal: Any, window_size: Any, *others: Any) -> AttentionOptions:
+    """What ``AttentionOptions(…)`` gives, in the same time, but one object for values that are equal and of equal
+    types: what was found out about it is known again by its identity."""
+    if torch.compiler.is_compiling():
+        return AttentionOptions(softmax_scale, causal, window_size, *others)
+    try:  # the cache tells types of arguments apart, but not of what is in them: (1, True) and (1, 1)
+        if window_size is NO_WINDOW or tuple(map(type, window_size)) == _INTS:
+            return _kept_options(softmax_scale, causal, window_size, *others)
+    except TypeError:  # no tuple, or not hashable: validation will say so
+        pass
+    return AttentionOptions(softmax_scale, causal, window_size, *others)
 
 
 class Mask(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashhopper import current, launch, launch_backward, launch_schedule
+from flashhopper import current, last_call, launch, launch_backward, launch_schedule
 from flashhopper.config import AnySpec
 from flashhopper.plan import EmptyPlan, Plan
 from flashhopper.problem import AttentionProblem
@@ -59,6 +59,7 @@ def pose(monkeypatch: pytest.MonkeyPatch) -> PosedCard:
     monkeypatch.setattr(torch.cuda, "device", card.device)
     monkeypatch.setattr(launch, "make_plan", make_plan)
     monkeypatch.setattr(launch, "_plans", {})
+    monkeypatch.setattr(last_call, "_last_calls", {})
     monkeypatch.setattr(launch, "scheduler_workspace", lambda index: torch.zeros(4, dtype=torch.int32))
     monkeypatch.setattr(launch_backward, "_plans", {})
     monkeypatch.setattr(launch_backward, "hopper_multiprocessors", lambda device: NUM_SMS)

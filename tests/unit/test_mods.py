@@ -279,7 +279,7 @@ def test_functions_and_tensors_reach_the_backward(monkeypatch: pytest.MonkeyPatc
         options = AttentionOptions(causal=True)
         plan = launch.new_plan(*leaves, options, SoftmaxTensors(), ragged, traced)
         results = (
-            ops._Attention.apply(*leaves, None, None, plan, ragged, traced),
+            ops._Attention.apply(*leaves, None, plan, SoftmaxTensors(), ragged, traced),
             launch.forward(*leaves, options, ragged=ragged, mods=traced),
         )
         mine, other = (torch.autograd.grad(result[0].sum(), leaves) for result in results)
@@ -294,7 +294,7 @@ def test_a_tensor_that_is_written_to_before_the_backward_is_an_error() -> None:
     traced = Mods.of(score_mod, None, (bias,))
     q, k, v = inputs(5, 5)
     plan = launch.new_plan(q, k, v, AttentionOptions(), SoftmaxTensors(), None, traced)
-    out, _ = ops._Attention.apply(q, k, v, None, None, plan, None, traced)
+    out, _ = ops._Attention.apply(q, k, v, None, plan, SoftmaxTensors(), None, traced)
     bias.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
