@@ -218,7 +218,7 @@ def flash_attn_fp8_func(
     Raises:
         As :func:`flash_attn_func` and :func:`quantize_fp8`.
     """
-    options = AttentionOptions(
+    options = options_of(
         softmax_scale, causal, window_size, attention_chunk, deterministic=deterministic, sm_margin=sm_margin
     )
     recipe = Fp8Recipe(scales, hadamard, center_v, seed, dtype)

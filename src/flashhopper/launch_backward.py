@@ -19,6 +19,7 @@ from flashhopper.config import (
 )
 from flashhopper.device import hopper_multiprocessors
 from flashhopper.heuristics import features_of, select_backward_spec
+from flashhopper.last_call import LastCalls
 from flashhopper.launch import Given, KernelScales, Layout, compact, given, kernel_tensors, kernel_window, with_batch
 from flashhopper.launch_schedule import MAX_TILES, Schedule
 from flashhopper.mod_call import Mods
@@ -58,6 +59,7 @@ class Saved(NamedTuple):
 
 _plans: dict[Key, _BackwardPlan | None] = {}
 _UNKNOWN = object()
+_last_calls: LastCalls[_BackwardPlan] = LastCalls()
 
 
 def backward(
@@ -83,11 +85,14 @@ def backward(
     if dout.stride(-1) != 1:  # what sum() and mean() send back is one expanded number
         dout = dout.contiguous()
     saved = Saved(q, k, v, out, lse)
+    is_plain = ragged is None and mods is None and softmax_tensors is NO_SOFTMAX_TENSORS
+    is_plain = is_plain and grad_lse is None and config is None
+    known = _last_calls.find(options, q, k, v, out, dout) if is_plain else None
+    if known is not None:
+        return known(saved, dout, None, softmax_tensors, None, None)
     key = (
         call_key(q, k, v, options, softmax_tensors, ragged),
-        out.shape[:-1] == q.shape[:-1] == dout.shape[:-1],
-        out.shape[-1],
-        dout.shape[-1],
+        (out.shape, dout.shape) if ragged is None else _ragged_shapes(q, out, dout),
         out.stride(),
         dout.stride(),
         out.dtype,
@@ -104,10 +109,17 @@ def backward(
         has = given(problem, softmax_tensors, mods)
         plan = make_plan(problem, (TensorFacts.of(out), TensorFacts.of(dout)), has, grad_lse is not None, config)
         remember(_plans, key, plan)
+    elif is_plain and plan is not None:
+        _last_calls.keep(options, plan, q, k, v, out, dout)
     if plan is None:
         return _gradients_without_pairs(saved, grad_lse, softmax_tensors.learnable_sink)
     gradients: Gradients = plan(saved, dout, grad_lse, softmax_tensors, ragged, mods)
     return gradients
+
+
+def _ragged_shapes(q: torch.Tensor, out: torch.Tensor, dout: torch.Tensor) -> Key:
+    """What is not a number of rows."""
+    return out.shape[:-1] == q.shape[:-1] == dout.shape[:-1], out.shape[-1], dout.shape[-1]
 
 
 def _gradients_without_pairs(saved: Saved, grad_lse: torch.Tensor | None, sink: torch.Tensor | None) -> Gradients:
@@ -251,13 +263,16 @@ class _BackwardPlan:
         delta = current.empty_strided(*spaces.statistics, torch.float32)
         accumulator = current.empty_strided(*spaces.accumulator, torch.float32)
         # The preprocess kernel zeroes it, but does not know how many CTAs it has if ragged.
-        allocate = torch.empty if by_keys is None else torch.zeros
-        workspace = allocate(spaces.words, dtype=torch.int32, device=device)
+        if by_keys is None:
+            workspace = current.empty_strided((spaces.words,), (1,), torch.int32)
+        else:
+            workspace = torch.zeros(spaces.words, dtype=torch.int32, device=device)
         semaphores = workspace[1:].view(spaces.semaphores) if spaces.semaphores is not None else None
         if grad_lse is not None:
             grad_lse = grad_lse.contiguous().view(lse.shape)
         sink_parts = sinks = None
         if sink is not None:  # of a ragged batch not every row block is a sequence's
+            allocate = torch.empty if by_keys is None else torch.zeros
             sink_parts = allocate(spaces.sink_parts, dtype=torch.float32, device=device)
             sinks = sink.detach().float().contiguous(), sink_parts
         features = None

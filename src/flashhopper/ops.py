@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from flashhopper import last_call, launch, launch_backward, sharding, torch_library
+from flashhopper import launch, launch_backward, sharding, torch_library
+from flashhopper.last_call import LastCalls
 from flashhopper.launch_backward import Saved
 from flashhopper.mod_call import Mods
 from flashhopper.options import AttentionOptions
@@ -126,6 +127,10 @@ def kernel_gradients(
     return gradients
 
 
+# Plans, and whether q, k or v needs a gradient that autograd alone cannot give, asked for or not.
+_last_calls: LastCalls[tuple[Plan, bool]] = LastCalls()
+
+
 def repeated_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -133,13 +138,14 @@ def repeated_attention(
     not sure."""
     if _is_compiling() or _num_dispatch_modes() > 0 or _functorch_level() is not None:
         return None
-    last = last_call.find(q, k, v, options)
-    if last is None:
+    known = _last_calls.find(options, q, k, v)
+    if known is None:
         return None
-    if last.needs_gradient and torch.is_grad_enabled():
-        result: tuple[torch.Tensor, torch.Tensor] = _record(q, k, v, None, last.plan, NO_SOFTMAX_TENSORS, None, None)
+    plan, needs_gradient = known
+    if needs_gradient and torch.is_grad_enabled():
+        result: tuple[torch.Tensor, torch.Tensor] = _record(q, k, v, None, plan, NO_SOFTMAX_TENSORS, None, None)
         return result
-    return last.plan(q, k, v)
+    return plan(q, k, v)
 
 
 def attention(
@@ -171,7 +177,8 @@ def attention(
             return torch_library.transformable_attention(q, k, v, options, softmax_tensors, ragged)
         plan = launch.new_plan(q, k, v, options, softmax_tensors, ragged)
     elif ragged is None and softmax_tensors is NO_SOFTMAX_TENSORS and not is_in_transform:
-        last_call.keep(q, k, v, options, plan)
+        needs_gradient = not plan.is_differentiable and (q.requires_grad or k.requires_grad or v.requires_grad)
+        _last_calls.keep(options, (plan, needs_gradient), q, k, v)
     return _attention(plan, q, k, v, softmax_tensors, ragged)
 
 

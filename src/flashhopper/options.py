@@ -31,17 +31,17 @@ _kept_options = lru_cache(maxsize=256, typed=True)(AttentionOptions)
 _INTS = int, int
 
 
-def options_of(softmax_scale: Any, causal: Any, window_size: Any, *others: Any) -> AttentionOptions:
+def options_of(softmax_scale: Any, causal: Any, window_size: Any, *others: Any, **named: Any) -> AttentionOptions:
     """What ``AttentionOptions(…)`` gives, in the same time, but one object for values that are equal and of equal
     types: what was found out about it is known again by its identity."""
     if torch.compiler.is_compiling():
-        return AttentionOptions(softmax_scale, causal, window_size, *others)
+        return AttentionOptions(softmax_scale, causal, window_size, *others, **named)
     try:  # the cache tells types of arguments apart, but not of what is in them: (1, True) and (1, 1)
         if window_size is NO_WINDOW or tuple(map(type, window_size)) == _INTS:
-            return _kept_options(softmax_scale, causal, window_size, *others)
+            return _kept_options(softmax_scale, causal, window_size, *others, **named)
     except TypeError:  # no tuple, or not hashable: validation will say so
         pass
-    return AttentionOptions(softmax_scale, causal, window_size, *others)
+    return AttentionOptions(softmax_scale, causal, window_size, *others, **named)
 
 
 class Mask(NamedTuple):

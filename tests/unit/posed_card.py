@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from flashhopper import current, last_call, launch, launch_backward, launch_schedule
+from flashhopper import current, launch, launch_backward, launch_schedule, ops
 from flashhopper.config import AnySpec
+from flashhopper.last_call import LastCalls
 from flashhopper.plan import EmptyPlan, Plan
 from flashhopper.problem import AttentionProblem
 
@@ -59,7 +60,8 @@ def pose(monkeypatch: pytest.MonkeyPatch) -> PosedCard:
     monkeypatch.setattr(torch.cuda, "device", card.device)
     monkeypatch.setattr(launch, "make_plan", make_plan)
     monkeypatch.setattr(launch, "_plans", {})
-    monkeypatch.setattr(last_call, "_last_calls", {})
+    for recogniser in (ops, launch_backward):
+        monkeypatch.setattr(recogniser, "_last_calls", LastCalls())
     monkeypatch.setattr(launch, "scheduler_workspace", lambda index: torch.zeros(4, dtype=torch.int32))
     monkeypatch.setattr(launch_backward, "_plans", {})
     monkeypatch.setattr(launch_backward, "hopper_multiprocessors", lambda device: NUM_SMS)

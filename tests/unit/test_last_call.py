@@ -11,7 +11,7 @@ import torch
 from posed_card import PosedCard, pose
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashhopper import flash_attn_func, last_call, launch
+from flashhopper import flash_attn_func, last_call, launch, launch_backward, ops
 from flashhopper.options import AttentionOptions, options_of
 from flashhopper.reference import attention
 
@@ -95,9 +95,9 @@ def test_a_call_that_differs_in_a_tensor_is_not_recognised(name: str, card: Pose
         flash_attn_func(Q, K, V)
     options = options_of(*AttentionOptions())
     other = OTHERS[name]()
-    assert last_call.find(Q, K, V, options) is not None
+    assert ops._last_calls.find(options, Q, K, V) is not None
     for tensors in ((other, K, V), (Q, other, V), (Q, K, other)):
-        assert last_call.find(*tensors, options) is None
+        assert ops._last_calls.find(options, *tensors) is None
 
 
 def test_the_stride_of_one_row_counts(card: PosedCard) -> None:
@@ -107,8 +107,8 @@ def test_the_stride_of_one_row_counts(card: PosedCard) -> None:
         flash_attn_func(one, K, V)
     options = options_of(*AttentionOptions())
     assert (one.shape, one.stride(1)) == (other.shape, other.stride(1))
-    assert last_call.find(one, K, V, options) is not None
-    assert last_call.find(other, K, V, options) is None
+    assert ops._last_calls.find(options, one, K, V) is not None
+    assert ops._last_calls.find(options, other, K, V) is None
 
 
 @pytest.mark.parametrize(
@@ -190,9 +190,9 @@ def test_a_state_of_torch_in_which_dispatch_differs_is_not_recognised(
     options = options_of(*AttentionOptions())
     for _ in range(2):
         expected = flash_attn_func(*x)
-    assert last_call.find(*x, options) is not None
+    assert ops._last_calls.find(options, *x) is not None
     with context():
-        assert last_call.find(*x, options) is None
+        assert ops._last_calls.find(options, *x) is None
         assert torch.equal(flash_attn_func(*x), expected)
 
 
@@ -229,4 +229,26 @@ def test_last_calls_are_forgotten_before_there_are_too_many(
         for _ in range(2):
             recognised(looked_up, softmax_scale=scale / 8)
         assert recognised(looked_up, softmax_scale=scale / 8)
-        assert len(last_call._last_calls) <= 3
+        assert len(ops._last_calls) <= 3
+
+
+def test_a_backward_like_the_last_one_is_recognised(card: PosedCard, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[Any] = []
+    call_key = launch_backward.call_key
+    monkeypatch.setattr(launch_backward, "call_key", lambda *x: keys.append(call_key(*x)) or keys[-1])
+    odd = torch.randn(2, 6, 4, 24).to(BF16)[..., :16]
+    for dout, looked_up in ((Q, True), (Q.clone(), True), (Q.clone(), False), (odd, True), (odd, True), (odd, False)):
+        leaves = [x.clone().requires_grad_() for x in (Q, K, V)]
+        out = flash_attn_func(*leaves)
+        before = len(keys)
+        gradients = torch.autograd.grad(out, leaves, dout)
+        assert (len(keys) > before) == looked_up
+        q, k, v, given = card.launches[-2][1][0]
+        assert [x.data_ptr() for x in (q, k, v, given)] == [x.data_ptr() for x in (*leaves, dout)]
+        assert [x.data_ptr() for x in card.launches[-2][1][4]] == [x.data_ptr() for x in gradients[1:]]
+    leaves = [x.clone().requires_grad_() for x in (Q, K, V)]
+    out, lse = flash_attn_func(*leaves, return_lse=True)
+    torch.autograd.grad((out, lse), leaves, (odd, torch.ones_like(lse)))
+    assert card.launches[-3][1][3] is not None  # the gradient of LSE
+    with pytest.raises(ValueError, match="dout is"):
+        launch_backward.backward(Q[:, :5], Q, K, V, out.detach(), lse.detach(), ops.AttentionOptions())
