@@ -50,14 +50,14 @@ def recognised(looked_up: list[Any], q: Any = Q, k: Any = K, v: Any = V, **optio
     return len(looked_up) == before
 
 
-def test_the_third_call_is_recognised_and_is_a_call_of_its_own(card: PosedCard, looked_up: list[Any]) -> None:
+def test_the_fourth_call_is_recognised_and_is_a_call_of_its_own(card: PosedCard, looked_up: list[Any]) -> None:
     for call in range(5):
         q, k, v = dense(), dense(5), dense(5)
         out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True)
         _, (*inputs, given_out, given_lse, _, _, _, features) = card.launches[-1]
         assert all(x is y for x, y in zip((*inputs, given_out, given_lse), (q, k, v, out, lse), strict=True))
         assert features is None
-        assert len(looked_up) == min(call + 1, 2)
+        assert len(looked_up) == min(call + 1, 3)
     assert flash_attn_func(q, k, v, causal=True) is card.launches[-1][1][3]
     assert (len(card.launches), len(card.specs)) == (6, 1)
 
@@ -91,7 +91,7 @@ OTHERS: dict[str, Callable[[], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_call_that_differs_in_a_tensor_is_not_recognised(name: str, card: PosedCard) -> None:
-    for _ in range(2):
+    for _ in range(3):
         flash_attn_func(Q, K, V)
     options = options_of(*AttentionOptions())
     other = OTHERS[name]()
@@ -103,7 +103,7 @@ def test_a_call_that_differs_in_a_tensor_is_not_recognised(name: str, card: Pose
 def test_the_stride_of_one_row_counts(card: PosedCard) -> None:
     """As in keys: a plan for TMA has its views."""
     one, other = dense(1), torch.randn(2, 3, 4, 16).to(BF16)[:, :1]
-    for _ in range(2):
+    for _ in range(3):
         flash_attn_func(one, K, V)
     options = options_of(*AttentionOptions())
     assert (one.shape, one.stride(1)) == (other.shape, other.stride(1))
@@ -123,7 +123,7 @@ def test_the_stride_of_one_row_counts(card: PosedCard) -> None:
 def test_options_have_last_calls_of_their_own(
     first: dict[str, Any], second: dict[str, Any], card: PosedCard, looked_up: list[Any]
 ) -> None:
-    for options in (first, second, first, second):
+    for options in (first, second) * 3:
         assert not recognised(looked_up, **options)
     for options in (first, second, first, second):
         assert recognised(looked_up, **options)
@@ -160,7 +160,7 @@ def test_options_are_one_object_if_equal_and_of_equal_types() -> None:
 
 def test_what_else_a_call_has_is_not_forgotten(card: PosedCard, looked_up: list[Any]) -> None:
     for _ in range(3):
-        recognised(looked_up)
+        assert not recognised(looked_up)
     assert not recognised(looked_up, learnable_sink=torch.zeros(4))
     assert card.launches[-1][1][-1] is not None
     assert not recognised(looked_up, alibi_slopes=torch.zeros(4))
@@ -171,8 +171,15 @@ def test_what_else_a_call_has_is_not_forgotten(card: PosedCard, looked_up: list[
     assert recognised(looked_up)
 
 
-def test_one_tensor_twice_is_looked_up_each_time(card: PosedCard, looked_up: list[Any]) -> None:
+def test_shapes_in_turn_are_looked_up(card: PosedCard, looked_up: list[Any]) -> None:
     for _ in range(3):
+        for q in (Q, dense(7)):
+            assert not recognised(looked_up, q=q)
+    assert len(ops._last_calls) == 0
+
+
+def test_one_tensor_twice_is_looked_up_each_time(card: PosedCard, looked_up: list[Any]) -> None:
+    for _ in range(4):
         assert not recognised(looked_up, q=K)
         flash_attn_func(K, K, K)
 
@@ -188,7 +195,7 @@ def test_a_state_of_torch_in_which_dispatch_differs_is_not_recognised(
 ) -> None:
     x = [torch.randn(1, 4, 2, 8) for _ in range(3)]
     options = options_of(*AttentionOptions())
-    for _ in range(2):
+    for _ in range(3):
         expected = flash_attn_func(*x)
     assert ops._last_calls.find(options, *x) is not None
     with context():
@@ -211,7 +218,7 @@ def test_transforms_are_not_recognised() -> None:
 def test_gradients_are_recorded_if_wanted_and_needed(card: PosedCard, looked_up: list[Any]) -> None:
     leaf = K.clone().requires_grad_()
     for k in (leaf, K):
-        for _ in range(2):
+        for _ in range(3):
             flash_attn_func(Q, k, V)
         before = len(looked_up)
         assert flash_attn_func(Q, k, V).requires_grad == k.requires_grad
@@ -226,7 +233,7 @@ def test_last_calls_are_forgotten_before_there_are_too_many(
 ) -> None:
     monkeypatch.setattr(last_call, "MAX_CALLS", 3)
     for scale in range(1, 9):
-        for _ in range(2):
+        for _ in range(3):
             recognised(looked_up, softmax_scale=scale / 8)
         assert recognised(looked_up, softmax_scale=scale / 8)
         assert len(ops._last_calls) <= 3
@@ -237,7 +244,14 @@ def test_a_backward_like_the_last_one_is_recognised(card: PosedCard, monkeypatch
     call_key = launch_backward.call_key
     monkeypatch.setattr(launch_backward, "call_key", lambda *x: keys.append(call_key(*x)) or keys[-1])
     odd = torch.randn(2, 6, 4, 24).to(BF16)[..., :16]
-    for dout, looked_up in ((Q, True), (Q.clone(), True), (Q.clone(), False), (odd, True), (odd, True), (odd, False)):
+    for dout, looked_up in (
+        (Q, True),
+        (Q, True),
+        (Q.clone(), True),
+        (Q.clone(), False),
+        *[(odd, True)] * 3,
+        (odd, False),
+    ):
         leaves = [x.clone().requires_grad_() for x in (Q, K, V)]
         out = flash_attn_func(*leaves)
         before = len(keys)
