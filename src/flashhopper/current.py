@@ -22,8 +22,13 @@ raw_stream: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", lamb
 is_capturing: Callable[[], bool] = getattr(_C, "_cuda_isCurrentStreamCapturing", lambda: False)
 """Whether a graph is captured from the current stream."""
 
+
+def _empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
 empty_strided: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
-empty_strided = _C._dynamo.guards._empty_strided_cuda
+empty_strided = getattr(_C._dynamo.guards, "_empty_strided_cuda", _empty_strided)
 """An uninitialised tensor on the current device, of a shape and strides in plain tuples of ints. As graphs compiled by
 ``torch.compile`` allocate: it takes 0.6 µs in place of the 1.7 of ``torch.empty_strided``, and 0.7 more those of
 ``torch.empty``."""

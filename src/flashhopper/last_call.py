@@ -17,7 +17,7 @@ from flashhopper.options import AttentionOptions
 
 MAX_CALLS = 256
 
-_guards: Any = torch._C._dynamo.guards
+_TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)  # a torch without it gathers keys
 _unwrap_if_dead = torch._C._functorch.unwrap_if_dead
 P = TypeVar("P")
 
@@ -50,7 +50,7 @@ class LastCalls(Generic[P]):
         if before is None and len(self._plans) >= MAX_CALLS:
             self._plans.clear()
         self._plans[id(options)] = plan
-        if before != plan:  # shapes in turn: guards that serve no call would add 3 µs to each
+        if before != plan or _TensorGuards is None:  # shapes in turn: guards that serve no call would add 3 µs to each
             return
         if len(set(map(id, tensors))) < len(tensors):  # torch guards a tensor once
             return
@@ -58,5 +58,5 @@ class LastCalls(Generic[P]):
             return
         if len(self._calls) >= MAX_CALLS and id(options) not in self._calls:
             self._calls.clear()
-        is_like = _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        is_like = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         self._calls[id(options)] = _LastCall(options, is_like, plan)

@@ -266,3 +266,10 @@ def test_a_backward_like_the_last_one_is_recognised(card: PosedCard, monkeypatch
     assert card.launches[-3][1][3] is not None  # the gradient of LSE
     with pytest.raises(ValueError, match="dout is"):
         launch_backward.backward(Q[:, :5], Q, K, V, out.detach(), lse.detach(), ops.AttentionOptions())
+
+
+def test_a_torch_without_such_guards_looks_every_call_up(
+    card: PosedCard, looked_up: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(last_call, "_TensorGuards", None)
+    assert not any(recognised(looked_up) for _ in range(5))
