@@ -113,7 +113,8 @@ TILE_TABLE: tuple[TileRow, ...] = (
         64,
         True,
         None,
-        replace(_D64_FOUR, group_waves=CAUSAL_WAVES),
+        replace(_D64_FOUR, group_waves=CAUSAL_WAVES, items_by_shuffle=False),
+        "295, 386, 456 and 545 TFLOPS at 512, 1k, 2k and 8k keys, items by shuffle 282, 377, 455 and 539. So before: "
         "295, 385, 458, 514 and 567 TFLOPS at 512, 1k, 2k, 4k and 16k keys; one buffer of Q, in turns 281, 380, 452, "
         "516 and 570; 192 rows 224, 298, 392, 460 and 552; 80 keys, which spill, 486 at 16k, 48 keys 509; exact at "
         "512, 2k and 16k 235, 387 and 491, 192 rows 185, 343 and 498, 128 rows 205, 351 and 443",
@@ -197,8 +198,12 @@ class BackwardRow(NamedTuple):
     max_seqlen_q: int | None = None
 
 
-_D192_BACKWARD = BackwardConfig(64, 64, "operands", num_dq_stages=2)
-_D192_BACKWARD_REASON = "dK and dV of 64 keys together take more registers than one warpgroup has; not searched"
+_D192_BACKWARD = BackwardConfig(64, 64, "operands", dq_columns=32, num_dq_stages=2, paired=True)
+_D192_BACKWARD_REASON = (
+    "in pairs with head_dim_v 128 331, 467 and 529 TFLOPS at 512, 2k and 16k queries, causal 200, 404 and 527, with "
+    "192 321, 441 and 524, 201, 399 and 531; 1 stage of dS 1 to 10 % slower; alone, with 64 columns of dQ at a time, "
+    "280, 411 and 472, 181, 354 and 466, and 279, 410 and 495, 185, 374 and 498"
+)
 
 _D64_64_ROWS = BackwardConfig(
     64,
@@ -311,12 +316,14 @@ def select_spec(
     row = select_row(problem)
     dtype = DTYPES[problem.dtype]
     features = features_of(problem) if features is None else features
-    chosen = forward_config(row, dtype, features) if config is None else config
-    return KernelSpec(dtype, row.head_dim, row.head_dim_v, problem.mask.causal, chosen, features)
+    causal = problem.mask.causal
+    chosen = forward_config(row, dtype, features, causal) if config is None else config
+    return KernelSpec(dtype, row.head_dim, row.head_dim_v, causal, chosen, features)
 
 
-def forward_config(row: TileRow, dtype: Dtype, features: Features = PLAIN) -> ForwardConfig:
-    """The row's configuration with what the dtype and the kernel's features ask for, without what they exclude.
+def forward_config(row: TileRow, dtype: Dtype, features: Features = PLAIN, causal: bool | None = None) -> ForwardConfig:
+    """The row's configuration with what the dtype and the kernel's features ask for, without what they exclude;
+    ``causal`` (None: the row's) matters for ragged batches, which share their rows with masks.
 
     Softcap's tanh and exp2 share one unit, which is as busy then as the tensor cores: warpgroups that drift apart use
     it best, and exponentials as polynomials take some of its work. Head_dim 128, causal, 16k and 2k keys: 576 and 499
@@ -325,9 +332,11 @@ def forward_config(row: TileRow, dtype: Dtype, features: Features = PLAIN) -> Fo
     other one, 354 and 301 without, 256 rows 369 and 323.
 
     256 rows at head_dim 64: windows of 128, 512 to both sides and 1k are 47, 21 and 22 % faster than with 192, and
-    slower in any order but ``free``. Ragged batches (16 sequences of 2k; lengths up to 4k; one of 16k and 128 of 128)
-    are faster without prefetched scores: causal 461, 478 and 529 TFLOPS in relay, staggered 449, 460 and 515, with
-    prefetched scores 432, 449 and 495; without a mask 512, 518 and 548, 520, 521 and 560, 518, 516 and 542.
+    slower in any order but ``free``. Ragged batches (16 sequences of 2k; Zipf up to 8k; one of 16k and 128 of 128) are
+    fastest with items by shuffle there: causal 450, 485 and 514 TFLOPS, read in place 436, 459 and 484, without
+    prefetched scores in relay 450, 471 and 504; without a mask 537, 544 and 551, 527, 524 and 533, 504, 507 and 525. At
+    head_dim 128 in place: causal free 594, 657 and 697, by shuffle 563, 623 and 671; without a mask in relay 634, 686
+    and 688, staggered by shuffle 627, 685 and 694, free by shuffle 619, 681 and 692.
     """
     if features.has_mods:
         return with_mods(row)
@@ -346,9 +355,12 @@ def forward_config(row: TileRow, dtype: Dtype, features: Features = PLAIN) -> Fo
     elif features.alibi and dims == (64, 64):
         config = capped(_D64)  # with a window too 1 register of 256 rows spills
     elif config.num_consumer_warpgroups == 4 and (features.window or features.ragged):
-        config = replace(config, warpgroup_order="free" if features.window else "relay")
-    keeps_prefetch = not features.window and not (features.ragged and config.num_consumer_warpgroups == 4)
-    return replace(config, prefetch_scores=config.prefetch_scores and keeps_prefetch)
+        order = "free" if features.window else config.warpgroup_order
+        config = replace(config, warpgroup_order=order, items_by_shuffle=True)
+    elif dims == (128, 128) and config.num_consumer_warpgroups == 3 and features.ragged and not features.window:
+        is_causal = row.causal if causal is None else causal
+        config = replace(config, warpgroup_order="free" if is_causal else "relay", items_by_shuffle=False)
+    return replace(config, prefetch_scores=config.prefetch_scores and not features.window)
 
 
 # 128 rows, so that a consumer has 232 registers: users' functions take them, above all if they load.

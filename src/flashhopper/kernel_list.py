@@ -62,7 +62,7 @@ def forward_specs(features: Features = PLAIN) -> list[KernelSpec]:
             row.head_dim,
             row.head_dim_v,
             causal,
-            forward_config(row, dtype, features),
+            forward_config(row, dtype, features, causal),
             features,
         )
         for causal, is_masked in _masks(features)

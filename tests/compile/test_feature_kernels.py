@@ -1,7 +1,7 @@
 """Kernels with windows, softcap, ALiBi, sinks and ragged batches, compiled for sm_90a. No GPU.
 
 bf16 of the head dims that differ in how their tiles are cut; the other types and head dims differ in nothing that the
-features touch. Left out: the backward of head_dim 256 with softcap, which spills about 80 bytes a thread, and all
+features touch. Left out: the backward of head_dim 256 with softcap, which spills about 40 bytes a thread, and all
 features at once, which spill too; both are right, and slower than they might be.
 """
 

@@ -235,7 +235,7 @@ class Machine:
         k, v = RingState.start(config.num_stages), RingState.start(config.num_stages)
         item = 0
         yield self.full(self.cta.q_ring, q)
-        m_block = mailbox.read(q.stage, Mailbox.M_BLOCK)
+        m_block = mailbox.read(Mailbox.M_BLOCK, q.stage)
         if m_block >= 0:
             k, v = yield from self.first_scores(index, m_block, q, k, v)
         while m_block >= 0:
@@ -252,14 +252,14 @@ class Machine:
                 self.release(self.cta.v_ring, v, WARPS_PER_WARPGROUP)
                 k, v = k.next(), v.next()
             words = (Mailbox.HEAD, Mailbox.BATCH, Mailbox.EXACT)
-            head, batch, exact = (mailbox.read(q.stage, word) for word in words)
+            head, batch, exact = (mailbox.read(word, q.stage) for word in words)
             yield self.full(self.cta.v_ring, v)
             if not config.share_qo_smem:
                 self.release(self.cta.q_ring, q, WARPS_PER_WARPGROUP)
             following, m_block_ahead, is_issued = q.next(), 0, False
             if config.prefetch_scores:
                 yield self.full(self.cta.q_ring, following)
-                m_block_ahead = mailbox.read(following.stage, Mailbox.M_BLOCK)
+                m_block_ahead = mailbox.read(Mailbox.M_BLOCK, following.stage)
                 is_issued = m_block_ahead >= 0 and self.blocks(index, m_block_ahead)[0] == 0
                 if is_issued:
                     yield from self.await_turn(index, following)
@@ -285,7 +285,7 @@ class Machine:
                 self.release(self.cta.q_ring, following, WARPS_PER_WARPGROUP)
                 following = following.next()
             yield self.full(self.cta.q_ring, following)
-            m_block, q = mailbox.read(following.stage, Mailbox.M_BLOCK), following
+            m_block, q = mailbox.read(Mailbox.M_BLOCK, following.stage), following
             if m_block >= 0 and not is_issued:
                 k, v = yield from self.first_scores(index, m_block, q, k, v)
             item += 1

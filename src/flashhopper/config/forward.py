@@ -78,6 +78,9 @@ class ForwardConfig:
     """Run blocks that no mask cuts through a loop without masking. Off: every block is masked."""
     prefetch_scores: bool = False
     """Issue the next tile's first Q·Kᵀ before this tile's O leaves. Needs 2 buffers of Q."""
+    items_by_shuffle: bool = True
+    """A consumer warp reads an item's coordinates once, a word a lane, and passes them on by shuffles. Off: every lane
+    reads from shared memory what it needs, where it needs it. Warpgroups fall into other steps: 1 to 5 % either way."""
     reallocate_registers: bool = True
     """``setmaxnreg``: registers move from the producer to the consumers."""
     tma_store: bool = True

@@ -57,14 +57,14 @@ class Fp8Consumer(Consumer):
     @cute.jit
     def begin_item(self, m_block: Int32, q_state: RingState):
         """The scale of this warpgroup's rows; rows past the end may have none and take that of the last."""
-        head, batch = (self.word(word) for word in (Mailbox.HEAD, Mailbox.BATCH))
+        head, batch = (self.word(word, q_state) for word in (Mailbox.HEAD, Mailbox.BATCH))
         head_k = head // self.cta.heads_per_kv_head
         first_row = m_block * self.cta.spec.config.tile_m + ROWS_PER_WARPGROUP * self.index
         block = cutlass.min(first_row, self.lengths(q_state).q - 1) >> self.scales.log2_rows_Q
         if const_expr(self.cta.spec.features.ragged):
             # Every sequence has blocks of its own: kernels.ragged.own_block.
             words = (Mailbox.START_Q, Mailbox.START_K)
-            start_q, start_k = (self.word(word) for word in words)
+            start_q, start_k = (self.word(word, q_state) for word in words)
             block = block + (start_q >> self.scales.log2_rows_Q) + batch
             first_K = (start_k >> self.scales.log2_rows_K) + batch
             self.scales_K = cute.domain_offset((first_K,), self.scales.mK[0, head_k, None])

@@ -61,7 +61,7 @@ class Consumer:
         self.acc_O = cute.make_rmem_tensor(self.mma_PV.partition_shape_C(shape_O), Float32)
         self.rP = cute.make_rmem_tensor(self.mma_PV.partition_shape_A(shape_S), self.mma_PV.op.a_dtype)
         self.rows_S, self.rows_O = rows_view(self.acc_S), rows_view(self.acc_O)
-        self.item = cute.make_rmem_tensor((1,), Int32)
+        self.item = cute.make_rmem_tensor((1,), Int32)  # one word of it, by lane
         self.rows_lse = cute.make_rmem_tensor((ROWS_PER_THREAD,), Float32)
         self.mask = KeyMask(config.tile_n, spec.causal, cta.window)
         self.modifier = ScoreModifier(cta.features, config.tile_n)
@@ -92,12 +92,22 @@ class Consumer:
     def receive(self, q_state: RingState):
         """Wait for the next item; its m_block, or a mark below 0."""
         self.cta.q_ring.wait(q_state)
-        self.item[0] = self.mailbox.read(q_state.stage, self.lane)
-        return self.word(Mailbox.M_BLOCK)
+        if const_expr(self.cta.spec.config.items_by_shuffle):
+            self.item[0] = self.mailbox.read(self.lane % Mailbox.ITEM_WORDS, q_state.stage)
+        return self.word(Mailbox.M_BLOCK, q_state)
 
-    def word(self, word: int) -> Int32:
+    def word(self, word: int, q_state: RingState) -> Int32:
         """Of the item received last."""
-        return self.mailbox.word(self.item[0], word)
+        if self.cta.spec.config.items_by_shuffle:
+            return cute.arch.shuffle_sync(self.item[0], word)
+        return self.mailbox.read(word, q_state.stage)
+
+    @cute.jit
+    def release_item(self, q_state: RingState):
+        """A warp: done with Q and with its item."""
+        if const_expr(not self.cta.spec.config.items_by_shuffle):
+            cute.arch.sync_warp()  # all lanes have read; a shuffle has waited for them already
+        self.cta.q_ring.release(q_state, self.lane)
 
     @cute.jit
     def lengths(self, q_state: RingState):
@@ -105,7 +115,7 @@ class Consumer:
         lengths = Lengths(self.cta.seqlen_q, self.cta.seqlen_k)
         if const_expr(self.cta.spec.features.ragged):
             words = (Mailbox.SEQLEN_Q, Mailbox.SEQLEN_K)
-            lengths = Lengths(*(self.word(word) for word in words))
+            lengths = Lengths(*(self.word(word, q_state) for word in words))
         return lengths
 
     def tile_blocks(self, m_block: Int32, lengths: Lengths) -> BlockRange:
@@ -207,15 +217,15 @@ class Consumer:
         if const_expr(not config.split_masked_loop):
             num_unmasked = Int32(0)
         if const_expr(self.cta.may_fail):
-            if self.word(Mailbox.EXACT) != 0:
+            if self.word(Mailbox.EXACT, q_state) != 0:
                 num_unmasked = Int32(0)
         row = self.first_row(m_block)
         self.mask.set_rows(row, self.lane, *lengths)
         if const_expr(self.cta.features.alibi is not None):
-            head, batch = (self.word(word) for word in (Mailbox.HEAD, Mailbox.BATCH))
+            head, batch = (self.word(word, q_state) for word in (Mailbox.HEAD, Mailbox.BATCH))
             self.modifier.set_rows(row + lengths.k - lengths.q, head, batch, self.lane)
         if const_expr(self.mods is not None):
-            head, batch = (self.word(word) for word in (Mailbox.HEAD, Mailbox.BATCH))
+            head, batch = (self.word(word, q_state) for word in (Mailbox.HEAD, Mailbox.BATCH))
             self.mods.set_rows(row, head, batch, lengths)
         self.softmax.reset()
         self.begin_item(m_block, q_state)
@@ -338,16 +348,16 @@ class Consumer:
         """The last P·V, O and LSE out, and the next item's first scores, if possible before O leaves."""
         config = self.cta.spec.config
         words = (Mailbox.HEAD, Mailbox.BATCH, Mailbox.EXACT)
-        head, batch, exact = (self.word(word) for word in words)
+        head, batch, exact = (self.word(word, q_state) for word in words)
         lengths, start, entry = self.lengths(q_state), Int32(0), batch
         if const_expr(self.cta.spec.features.ragged):
-            start, entry = self.word(Mailbox.START_Q), Int32(0)
+            start, entry = self.word(Mailbox.START_Q, q_state), Int32(0)
         place = Place(entry, head, Rows(start, lengths.q))
         row = self.first_row(m_block)
         self.cta.v_ring.wait(v_state)
         self.issue_pv(v_state)
         if const_expr(not config.share_qo_smem):
-            self.cta.q_ring.release(q_state, self.lane)
+            self.release_item(q_state)
         trusted = self.softmax.finalize(self.rows_lse, self.mask, self.lane, self.sink(head, lengths))
         self.epilogue.write_lse(self.rows_lse, row, place)
 
@@ -390,7 +400,7 @@ class Consumer:
         if const_expr(config.share_qo_smem):
             self.epilogue.wait_staging_read()
             if self.epilogue.is_storing_warp:
-                self.cta.q_ring.release(q_state, self.lane)
+                self.release_item(q_state)
 
         if const_expr(config.prefetch_scores):
             warpgroup.wait_group(0)
@@ -398,7 +408,7 @@ class Consumer:
                 self.cta.k_ring.release(k_state, self.lane)
                 k_state = k_state.next()
             if next_m_block == PAUSE:
-                self.cta.q_ring.release(next_q, self.lane)
+                self.release_item(next_q)
                 next_q = next_q.next()
                 next_m_block = self.receive(next_q)
         else:

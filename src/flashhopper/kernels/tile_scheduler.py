@@ -169,14 +169,9 @@ class Mailbox:
         """Producer, one lane: NO_TILE or PAUSE instead of an item."""
         self.items[self.M_BLOCK, slot] = Int32(mark)
 
-    def read(self, slot: Int32, lane: Int32) -> Int32:
-        """Consumer warp: an item, a word in each of the first lanes; :meth:`word` tells one to all."""
-        return self.items[lane % self.ITEM_WORDS, slot]
-
-    @staticmethod
-    def word(item: Int32, word: int) -> Int32:
-        """One word of what :meth:`read` gave. The lane that hands the slot back has every lane's word then."""
-        return cute.arch.shuffle_sync(item, word)
+    def read(self, word: Any, slot: Int32) -> Int32:
+        """Consumer: one word of an item. All lanes of a warp have read before one of them hands the slot back."""
+        return self.items[word, slot]
 
     @cute.jit
     def judge(self, item: Int32, trusted, exact: Int32, lane: Int32):
