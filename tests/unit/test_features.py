@@ -21,6 +21,7 @@ from flashhopper.config import (
     Features,
     ForwardConfig,
     KernelSpec,
+    WarpgroupOrder,
 )
 from flashhopper.heuristics import (
     BACKWARD_TABLE,
@@ -259,20 +260,30 @@ def test_ragged_batches_take_the_rows_of_masks_by_their_longest_sequence(
 
 
 @pytest.mark.parametrize("seqlen, causal", [(2048, False), (2048, True), (16384, True)])
-def test_four_warpgroups_prefetch_scores_only_of_dense_calls_without_a_window(seqlen: int, causal: bool) -> None:
-    """And are in no order with a window, in relay if ragged."""
+def test_four_warpgroups_prefetch_scores_but_with_a_window(seqlen: int, causal: bool) -> None:
+    """With which they are in no order."""
     plain = select_spec(problem(64, seqlen, causal=causal)).config
     assert (plain.num_consumer_warpgroups, plain.prefetch_scores) == (4, True)
     ragged = select_spec(ragged_problem(64, seqlen, causal=causal)).config
-    assert ragged == replace(plain, prefetch_scores=False, group_waves=CAUSAL_WAVES, warpgroup_order="relay")
+    assert ragged == replace(plain, group_waves=CAUSAL_WAVES, items_by_shuffle=True)
     for one in (problem, ragged_problem):
         for options in ({"window_size": (9, 9)}, {"attention_chunk": 64}):
             config = select_spec(one(64, seqlen, causal=causal, **options)).config
-            assert config == replace(ragged, warpgroup_order="free")
+            assert config == replace(ragged, prefetch_scores=False, warpgroup_order="free")
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_fewer_warpgroups_prefetch_scores_of_ragged_batches_too(causal: bool) -> None:
+def test_three_warpgroups_have_an_order_of_their_own_for_ragged_batches(causal: bool) -> None:
+    plain = select_spec(problem(128, 4096, causal=True)).config
+    assert (plain.num_consumer_warpgroups, plain.items_by_shuffle) == (3, True)
+    ragged = select_spec(ragged_problem(128, 4096, causal=causal)).config
+    order: WarpgroupOrder = "free" if causal else "relay"
+    assert ragged == replace(plain, warpgroup_order=order, items_by_shuffle=False)
+    assert select_spec(ragged_problem(128, 4096, causal=causal, window_size=(9, 9))).config == plain
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_two_warpgroups_prefetch_scores_of_ragged_batches_too(causal: bool) -> None:
     row = select_row(problem(128, 512, causal=True))
     assert (row.config.num_consumer_warpgroups, row.config.prefetch_scores) == (2, True)
     assert select_spec(ragged_problem(128, 512, causal=causal)).config == row.config

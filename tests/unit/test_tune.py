@@ -153,7 +153,7 @@ def test_a_kernel_that_hangs_is_named(seconds: float, said: list[str]) -> None:
 
 def test_the_backward_is_tuned_for_a_mask_at_a_time(tuned: Callable[..., Any]) -> None:
     cells = [Cell("bfloat16", 192, causal, 512, 1, 1, 128) for causal in (False, True)]
-    target = BackwardConfig(64, 64, "operands", num_q_stages=3, num_dq_stages=2)
+    target = BackwardConfig(64, 64, "operands", num_q_stages=3, dq_columns=32, num_dq_stages=2, paired=True)
     results, _, _ = tuned(cells, lambda config, length: 1.0 if config == target else 2.0, BACKWARD)
     assert not results.errors
     assert [finding.best is not None and finding.best.config for finding in results.findings] == [target, target]

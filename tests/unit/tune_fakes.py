@@ -40,6 +40,7 @@ forward_configs = st.builds(
     warpgroup_order=st.sampled_from(get_args(WarpgroupOrder)),
     prefetch_scores=st.booleans(),
     split_masked_loop=st.booleans(),
+    items_by_shuffle=st.booleans(),
 )
 backward_configs = st.builds(
     BackwardConfig,
@@ -51,6 +52,7 @@ backward_configs = st.builds(
     dq_columns=st.sampled_from([32, 64, 128]),
     num_k_stages=st.integers(1, 2),
     warpgroup_order=st.sampled_from(["free", "stagger"]),
+    paired=st.booleans(),
     wide_consumers=st.booleans(),
 )
 

@@ -27,7 +27,7 @@ class Axis:
 
 
 def forward_axes(base: ForwardConfig) -> list[Axis]:
-    """Tile, stages, what becomes of Q and O, turns of the warpgroups, groups of heads, overlap."""
+    """Tile, stages, what becomes of Q and O, turns of the warpgroups, groups of heads, items, overlap."""
     keys = [base.tile_n + step for step in KEY_STEPS]
     return [
         Axis([{"tile_m": tile_m, "tile_n": tile_n} for tile_m in FORWARD_ROWS for tile_n in keys]),
@@ -35,6 +35,7 @@ def forward_axes(base: ForwardConfig) -> list[Axis]:
         Axis([_of_q(*chosen) for chosen in Q_CHOICES], frees_memory=True),
         Axis(_values("warpgroup_order", ("free", "stagger", "ping_pong", "relay"))),
         Axis(_values("group_waves", WAVES)),
+        Axis(_values("items_by_shuffle", (True, False))),
         Axis(_values("overlap_gemm_softmax", (True, False))),
     ]
 
@@ -60,7 +61,7 @@ def _of_q(num_q_stages: int, prefetch: bool, in_registers: bool, shared: bool) -
 
 
 def backward_axes() -> list[Axis]:
-    """Tile and split, the stages of each ring, columns of dQ, turns, groups of heads, registers."""
+    """Tile and split, the stages of each ring, columns of dQ, pairs, registers, turns, groups of heads."""
     tiles: list[Change] = [{"tile_m": tile_m, "tile_n": 128, "split": "keys"} for tile_m in (64, 128)]
     by_operands = {"tile_n": 64, "split": "operands", "warpgroup_order": "free"}
     tiles += [{"tile_m": tile_m, **by_operands} for tile_m in (64, 128)]
@@ -69,6 +70,7 @@ def backward_axes() -> list[Axis]:
         Axis(tiles),
         *(Axis(_values(name, range(1, most + 1)), frees_memory=True) for name, most in rings.items()),
         Axis(_values("dq_columns", (32, 64, 96, 128)), frees_memory=True),
+        Axis(_values("paired", (False, True)), frees_memory=True),
         Axis(_values("wide_consumers", (False, True)), frees_memory=True),
         Axis(_values("warpgroup_order", ("free", "stagger"))),
         Axis(_values("group_waves", WAVES)),
