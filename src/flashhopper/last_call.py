@@ -34,7 +34,7 @@ class LastCalls(Generic[P]):
 
     def __init__(self) -> None:
         self._calls: dict[int, _LastCall] = {}  # by the id of options: one object has the same values of the same types
-        self._plans: dict[int, P] = {}
+        self._plans: dict[int, tuple[AttentionOptions, P]] = {}
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -42,15 +42,24 @@ class LastCalls(Generic[P]):
     def find(self, options: AttentionOptions, *tensors: Any) -> P | None:
         """The plan of the last call with these options if this one is like it."""
         last = self._calls.get(id(options))
-        return last.plan if last is not None and last.is_like(*tensors) else None
+        if last is None:
+            return None
+        for x in tensors:
+            if getattr(
+                x, "is_nested", True
+            ):  # guards ask for its sizes, which ends the process; nor of what is no tensor
+                return None
+        return last.plan if last.is_like(*tensors) else None
 
     def keep(self, options: AttentionOptions, plan: P, *tensors: torch.Tensor) -> None:
         """A call was looked up. After two in a row with the same plan, recognise the next one that is like this."""
         before = self._plans.get(id(options))
         if before is None and len(self._plans) >= MAX_CALLS:
             self._plans.clear()
-        self._plans[id(options)] = plan
-        if before != plan or _TensorGuards is None:  # shapes in turn: guards that serve no call would add 3 µs to each
+        self._plans[id(options)] = options, plan
+        if (
+            before != (options, plan) or _TensorGuards is None
+        ):  # shapes in turn: guards that serve no call would add 3 µs to each
             return
         if len(set(map(id, tensors))) < len(tensors):  # torch guards a tensor once
             return

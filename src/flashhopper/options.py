@@ -27,8 +27,17 @@ class AttentionOptions(NamedTuple):
     sm_margin: int = 0
 
 
-_kept_options = lru_cache(maxsize=256, typed=True)(AttentionOptions)
 _INTS = int, int
+_PLAIN = {bool, int, float, type(None), tuple}
+
+
+@lru_cache(maxsize=256, typed=True)
+def _kept_options(*values: Any, **named: Any) -> AttentionOptions:
+    """TypeError for values of other types than options have, which may be anything and are not kept alive."""
+    options = AttentionOptions(*values, **named)
+    if not _PLAIN.issuperset(map(type, options)):
+        raise TypeError
+    return options
 
 
 def options_of(softmax_scale: Any, causal: Any, window_size: Any, *others: Any, **named: Any) -> AttentionOptions:

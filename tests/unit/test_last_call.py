@@ -84,6 +84,8 @@ OTHERS: dict[str, Callable[[], torch.Tensor]] = {
     "inference": inference_tensor,
     "negative bit": lambda: torch._neg_view(Q),
     "fp8": lambda: Q.to(torch.float8_e4m3fn),
+    "nested": lambda: torch.nested.nested_tensor([Q[0], Q[1]]),  # whose size has no answer but an exception
+    "sparse": lambda: Q.to_sparse(),
     "list": Q.tolist,
     "None": lambda: None,  # type: ignore[return-value,arg-type]
 }
@@ -138,6 +140,15 @@ def test_a_wrong_option_that_equals_a_right_one_is_refused(options: dict[str, An
     for _ in range(3):
         with pytest.raises(TypeError, match="must be"):
             flash_attn_func(Q, K, V, **options)
+
+
+def test_options_of_other_types_are_not_kept() -> None:
+    """They are refused later, and may be anything: a tensor that holds memory of a card."""
+    scale = torch.tensor(0.5)
+    options = options_of(scale, False, (-1, -1))
+    assert options.softmax_scale is scale
+    assert options_of(scale, False, (-1, -1)) is not options
+    assert options_of(None, False, (-1, -1), 0, scale) is not options_of(None, False, (-1, -1), 0, scale)
 
 
 def test_options_are_one_object_if_equal_and_of_equal_types() -> None:

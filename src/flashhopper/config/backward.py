@@ -191,6 +191,7 @@ class BackwardSpec:
         kind = mask_name(self.features, self.causal)
         order = "_deterministic" if self.deterministic else ""
         dims, tile = f"d{self.head_dim}x{self.head_dim_v}", f"{self.config.tile_m}x{self.config.tile_n}"
+        tile += "_paired" if self.config.paired else ""
         return f"bwd_{self.dtype}_{dims}_{kind}{order}_{tile}"
 
 

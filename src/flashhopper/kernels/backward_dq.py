@@ -100,8 +100,8 @@ class DqWarpgroup:
 class DqAdder:
     """One warp that lets the copy engine add staged chunks to global memory.
 
-    If deterministic, chunks of a query block are added from its last key block to its first: a semaphore counts those
-    whose additions have completed. Two warps then take query blocks in turn, since completion takes as long as half a
+    If deterministic, chunks of a query block are added from its last tile to its first: a semaphore counts those whose
+    additions have completed. Two warps then take query blocks in turn, since completion takes as long as half a
     step: one waits for it while the other adds. A warp hands over when its last chunk has been read: until then the
     other could not tell the phases of the staging ring apart.
     """

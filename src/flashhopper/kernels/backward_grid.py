@@ -23,8 +23,9 @@ def padded_row(start: Any, batch: Any) -> Any:
 def key_tile_grid(
     spec: BackwardSpec, seqlens: tuple[Any, Any], heads: tuple[Any, Any], batch: Any, num_ctas: Any
 ) -> TileGrid:
-    """One tile per key block; key block 0, which a causal mask leaves the most queries, first. If deterministic, the
-    last one first: each waits for the one after it at every query block; causal ones begin where that one has been.
+    """One tile per key block, or per two of them for a pair of CTAs; key block 0, which a causal mask leaves the most
+    queries, first. If deterministic, the last one first: each waits for the one after it at every query block; causal
+    ones begin where that one has been.
 
     ``seqlens`` and ``heads``: of Q and of K, at least 1; ``num_ctas``: that run at once."""
     (seqlen_q, seqlen_k), (num_heads, heads_k) = seqlens, heads

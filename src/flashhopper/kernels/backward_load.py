@@ -141,7 +141,9 @@ class BackwardProducer:
             rows_K = cute.domain_offset((0, column), head_rows(other.gX, head_k, memory_batch, keys))
             sK, gK = other.partition_view(rows_K)
             cute.copy(other.tma, gK[None, n_block ^ 1], sK[None, k_state.stage], tma_bar_ptr=k_full)
-        cute.arch.griddepcontrol_wait()  # for what the preprocess kernel leaves; K does not depend on it
+        # For what the preprocess kernel leaves. K and the table of a ragged batch's sequences may be read before: that
+        # kernel is an ordinary launch, so that all that came before it has ended.
+        cute.arch.griddepcontrol_wait()
         for index in cutlass.range(self.cta.heads_per_kv_head, unroll=1):
             head = head_k * self.cta.heads_per_kv_head + index
             for step in cutlass.range(key_tile.num_blocks, unroll=1):

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import cutlass.cute as cute
 from cutlass import Int32
+from cutlass._mlir.dialects.nvvm import MemScopeKind
 
 from flashhopper.config import WARPGROUP_THREADS
 from flashhopper.kernels import ptx
@@ -25,7 +26,8 @@ class PairRing(TmaRing):
 
     @cute.jit
     def release(self, state: RingState, lane: Int32):
-        """Consumer warp: done reading its own stage and its copy of the other's. Two lanes tell a CTA each."""
+        """Consumer warp: done reading its own stage and its copy of the other's. Two lanes tell a CTA each. What is
+        read, WGMMAs have read, which have been waited for: the arrival has nothing to order."""
         if lane < NUM_CTAS:
             cute.arch.mbarrier_arrive(self.empty + state.stage, lane)
 
@@ -93,5 +95,5 @@ class Pair:
         tile = cute.make_tensor(self.claimed, cute.make_layout(1))[0]
         cute.arch.sync_warp()
         if lane == 0:
-            cute.arch.mbarrier_arrive(self.claims.empty, 0)
+            cute.arch.mbarrier_arrive(self.claims.empty, 0, scope=MemScopeKind.CLUSTER)  # after the word has been read
         return tile
