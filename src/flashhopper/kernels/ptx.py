@@ -164,6 +164,14 @@ def add_here(a: Float32, b: Float32, *, loc: Any = None, ip: Any = None) -> Floa
 
 
 @dsl_user_op
+def add_rounded(a: Float32, b: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """a + b of both as they are: an addition without a rounding modifier ptxas may fuse with the product that is one of
+    them, which then is not rounded (PTX ISA 9.7.3.6, add.rn.f32)."""
+    operands = [Float32(a).ir_value(loc=loc, ip=ip), Float32(b).ir_value(loc=loc, ip=ip)]
+    return Float32(_asm(T.f32(), operands, "add.rn.f32 $0, $1, $2;", "=f,f,f", False, loc, ip))
+
+
+@dsl_user_op
 def unpack_16bit(packed: Int32, high: bool, element: Any, *, loc: Any = None, ip: Any = None) -> Float32:
     """One half of what :func:`pack_16bit` packed, as a float (PTX ISA 9.7.9.22, cvt.f32.f16; a bfloat16 is the upper
     half of a float)."""

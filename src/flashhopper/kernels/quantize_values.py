@@ -162,7 +162,7 @@ class ValueScalesKernel:
         if bits == EXPONENT_BITS:  # not finite
             bits = Int32(0)
         shift = ptx.bits_float((cutlass.min(bits, EXPONENT_BITS - ((steps + 1) << 23)) + (steps << 23)) | 0x400000)
-        return ptx.add_here(ptx.add_here(mean, shift), -shift)
+        return ptx.add_rounded(ptx.add_rounded(mean, shift), -shift)
 
     @cute.kernel
     def kernel(
