@@ -23,7 +23,13 @@ PREPROCESS_WORDS = 3  # that a CTA zeroes: the counter, and a semaphore for each
 BackwardSplit = Literal["keys", "operands"]
 
 # Producer, dQ warpgroup and consumers. With all four products a consumer of head_dim 128 spilled at 200.
-_ROLE_REGISTERS = {"keys": (24, 72, 208), "operands": (40, 88, 192), "wide": (32, 96, 192)}
+# The producer of a pair also claims for the other CTA, and a dQ of few columns needs fewer.
+_ROLE_REGISTERS = {
+    "keys": (24, 72, 208),
+    "operands": (40, 88, 192),
+    "wide": (32, 96, 192),
+    "narrow": (56, 72, 192),
+}
 
 
 def _round_up(value: int, unit: int) -> int:
@@ -97,7 +103,8 @@ class BackwardConfig:
 
     def registers(self) -> BackwardRegisters:
         """Registers per thread at entry and per role; 128 at entry is what 512 threads can have."""
-        case = "wide" if self.dq_columns > 64 else "keys" if self.wide_consumers else self.split
+        case: str = "wide" if self.dq_columns > 64 else "keys" if self.wide_consumers else self.split
+        case = "narrow" if self.paired and self.dq_columns < 64 and case == "operands" else case
         return BackwardRegisters(128, *_ROLE_REGISTERS[case])
 
     def accumulator_registers(self, head_dim: int, head_dim_v: int) -> int:

@@ -75,6 +75,7 @@ class DqWarpgroup:
                 if const_expr(index == 0):
                     pair.wait(ds_state)
                 other_Kt, other_dS = tiles.other_Kt[None, None, k_state.stage], pair.other_dS
+                warpgroup.fence()  # after a wait, or the compiler puts one and lets the products wait for each other
                 self.multiply(other_dS[None, None, ds_state.stage], other_Kt, (rows, columns), False)
             warpgroup.wait_group(0)
             if const_expr(index == row_blocks * chunks - 1):
