@@ -44,10 +44,8 @@ class LastCalls(Generic[P]):
         last = self._calls.get(id(options))
         if last is None:
             return None
-        for x in tensors:
-            if getattr(
-                x, "is_nested", True
-            ):  # guards ask for its sizes, which ends the process; nor of what is no tensor
+        for x in tensors:  # guards ask for sizes, which a nested tensor has none of: that would end the process
+            if getattr(x, "is_nested", True):  # or no tensor at all
                 return None
         return last.plan if last.is_like(*tensors) else None
 
@@ -57,9 +55,9 @@ class LastCalls(Generic[P]):
         if before is None and len(self._plans) >= MAX_CALLS:
             self._plans.clear()
         self._plans[id(options)] = options, plan
-        if (
-            before != (options, plan) or _TensorGuards is None
-        ):  # shapes in turn: guards that serve no call would add 3 µs to each
+        if before != (options, plan):  # shapes in turn: guards that serve no call would add 3 µs to each
+            return
+        if _TensorGuards is None:
             return
         if len(set(map(id, tensors))) < len(tensors):  # torch guards a tensor once
             return

@@ -84,8 +84,9 @@ def test_ctas_of_a_pair_have_semaphores_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 2, 3])
-def test_a_single_multiprocessor_has_no_pairs(multiprocessors: int) -> None:
-    made = plan((1, 64, 1, 256), (1, 64, 1, 256), 256, sm_margin=132 - multiprocessors)
+@pytest.mark.parametrize("head_dim", [192, 256])
+def test_a_single_multiprocessor_has_no_pairs(head_dim: int, multiprocessors: int) -> None:
+    made = plan((1, 64, 1, head_dim), (1, 64, 1, head_dim), head_dim, sm_margin=132 - multiprocessors)
     assert made is not None
     assert made.max_ctas == multiprocessors
     assert made.spec.config.paired == (multiprocessors > 1)
