@@ -24,7 +24,14 @@ from flashhopper.fp8_tensor import (
     check_source,
 )
 from flashhopper.options import AttentionOptions
-from flashhopper.problem import AttentionProblem, RaggedFacts, RaggedTensors, SoftmaxTensors, TensorFacts
+from flashhopper.problem import (
+    NO_SOFTMAX_TENSORS,
+    AttentionProblem,
+    RaggedFacts,
+    RaggedTensors,
+    SoftmaxTensors,
+    TensorFacts,
+)
 from flashhopper.reference_fp8 import E4M3, FP8_DTYPES, WHOLE_SEQUENCE, Operands
 from flashhopper.reference_fp8_varlen import Sequences
 
@@ -142,12 +149,36 @@ def attention(
     ragged: RaggedTensors | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Out, in the dtype that was quantised (bfloat16 for raw FP8), and LSE; neither is differentiable."""
+    key: Any = None
+    is_plain = ragged is None and descales is NO_DESCALES and softmax_tensors is NO_SOFTMAX_TENSORS
+    if is_plain and type(q) is type(k) is type(v) is Fp8Tensor and q.sequences is None:
+        key = id(options), accumulate, q.facts, k.facts, v.facts
+        known = _known.get(key)
+        if known is not None:
+            result: tuple[torch.Tensor, torch.Tensor] = known.plan(_operands(q, k, v), None)
+            return result
     check_accumulate(accumulate)
     inputs = checked_inputs((q, k, v), options, descales, softmax_tensors, ragged)
     if inputs.problem.device.type == "cpu":
         return _reference_attention(inputs, softmax_tensors)
     with torch.no_grad():
-        return launch_fp8.forward(inputs.operands(), inputs.problem, accumulate == "fast", ragged=ragged)
+        operands, is_fast = inputs.operands(), accumulate == "fast"
+        if key is not None:
+            if len(_known) >= MAX_KNOWN:
+                _known.clear()
+            _known[key] = _Known(options, launch_fp8.plan_of(operands, inputs.problem, is_fast))
+        return launch_fp8.forward(operands, inputs.problem, is_fast, ragged=ragged)
+
+
+class _Known(NamedTuple):
+    options: AttentionOptions
+    """Held, so that no other object can get its id, by which it is known: one object has values of the same types."""
+    plan: Any
+
+
+MAX_KNOWN = 1024
+_known: dict[Any, _Known] = {}
+"""Plans of dense calls on quantised tensors, which passed all checks."""
 
 
 def checked_inputs(
@@ -197,13 +228,15 @@ def _quantized_inputs(
     q_facts, k_facts, v_facts = (_facts(x.shape, x.source_dtype, x.device) for x in (q, k, v))
     problem = AttentionProblem(q_facts, k_facts, v_facts, options, None if ragged is None else RaggedFacts.of(ragged))
 
-    def operands() -> Operands:
-        mean = torch.zeros_like(v.scale) if v.mean is None else v.mean
-        scales = q.scale, k.scale, v.scale, mean
-        rows = q.rows_per_scale, k.rows_per_scale, problem.rows_k
-        return Operands(q.data, k.data, v.data, *scales, *rows, is_centered=v.mean is not None)
+    return _Inputs(problem, lambda: _operands(q, k, v), ragged)
 
-    return _Inputs(problem, operands, ragged)
+
+def _operands(q: Fp8Tensor, k: Fp8Tensor, v: Fp8Tensor) -> Operands:
+    mean = torch.zeros_like(v.scale) if v.mean is None else v.mean
+    scales = q.scale, k.scale, v.scale, mean
+    rows_k = v.shape[0] if v.sequences is not None else v.shape[1]
+    rows = q.rows_per_scale, k.rows_per_scale, rows_k
+    return Operands(q.data, k.data, v.data, *scales, *rows, is_centered=v.mean is not None)
 
 
 def check_raw(q: Any, k: Any, v: Any) -> None:

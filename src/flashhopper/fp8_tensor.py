@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -44,6 +45,13 @@ class Fp8Tensor:
     """q and k: of the random signs before the Hadamard transform; None without transform."""
     sequences: Sequences | None = None
     """Of a ragged batch: the lengths it was quantised with."""
+
+    @cached_property
+    def facts(self) -> tuple[Any, ...]:
+        """All that a call's checks and plan look at, of a tensor of a dense batch."""
+        layout = self.data.dtype, self.data.device, self.data.shape, self.data.stride(), self.scale.shape
+        recipe = self.role, self.source_dtype, self.rows_per_scale, self.mean is None, self.hadamard_seed
+        return *layout, *recipe, self.shape, self.sequences is None
 
     @property
     def device(self) -> torch.device:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flashhopper import reference_fp8
+from flashhopper import current, reference_fp8
 from flashhopper.compiler import get_kernel
 from flashhopper.config import (
     PLAIN,
@@ -21,19 +21,21 @@ from flashhopper.config import (
 )
 from flashhopper.device import hopper_multiprocessors
 from flashhopper.heuristics_fp8 import select_fp8_spec
-from flashhopper.launch import LOG2_E, SMALLEST_SCALE, kernel_window, scheduler_workspace
+from flashhopper.launch import LOG2_E, SMALLEST_SCALE, compact, kernel_window, scheduler_workspace
 from flashhopper.launch_schedule import MAX_TILES, Schedule
 from flashhopper.plan import ForwardResult
 from flashhopper.problem import DTYPES, AttentionProblem, RaggedTensors, TensorFacts
 from flashhopper.reference_fp8 import E4M3, FP8_DTYPES, STATISTICS_KEYS, VALUE_KEYS, Operands
 from flashhopper.reference_fp8_varlen import Sequences, num_blocks
-from flashhopper.tma_view import TmaView, aligned
+from flashhopper.tma_view import TMA_ALIGNMENT, TmaView, aligned
 
 SIGN_WORDS = 8
 
 
 def _loadable(x: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy, with a base address and strides that are multiples of 16 bytes."""
+    if x.is_contiguous() and x.stride(-2) * x.element_size() % TMA_ALIGNMENT == 0:  # strides are multiples of the last
+        return aligned(x)
     view = TmaView(TensorFacts.of(x))
     return aligned(view(x) if view.changes else x)
 
@@ -81,6 +83,68 @@ class _Blocks:
         return x if self.sequences is None else x[0]
 
 
+class _DensePlan:
+    """What quantises tensors with the same facts, of a dense batch that is not empty, needs beside them."""
+
+    def __init__(self, facts: TensorFacts):
+        hopper_multiprocessors(facts.device)
+        self.device_index, self.view = facts.device.index, TmaView(facts)
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self.device_index != current.device():
+            with torch.cuda.device(self.device_index):
+                return self(x)
+        return self.launch(aligned(self.view(x) if self.view.changes else x))
+
+    def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """For a tensor that TMA could load, on the current device."""
+        raise NotImplementedError
+
+
+class _RowsPlan(_DensePlan):
+    def __init__(self, facts: TensorFacts, rows: int, kind: ScaleKind, hadamard_seed: int | None, dtype: torch.dtype):
+        super().__init__(facts)
+        batch, seqlen, heads, head_dim = facts.shape
+        self.data, self.dtype = compact(facts.shape), dtype
+        self.scale = compact((batch, heads, -(-seqlen // rows)))
+        dtypes = DTYPES[facts.dtype], FP8_DTYPES[dtype]
+        spec = QuantizeRowsSpec(dtypes[0], head_dim, rows, kind, hadamard_seed is not None, False, dtypes[1])
+        self.kernel, self.sign_words = get_kernel(spec), _sign_words(hadamard_seed, head_dim)
+
+    def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        data = current.empty_strided(*self.data, self.dtype)
+        scale = current.empty_strided(*self.scale, torch.float32)
+        self.kernel(x, data, scale, self.sign_words, None)
+        return data, scale
+
+
+class _ValuesPlan(_DensePlan):
+    def __init__(self, facts: TensorFacts, kind: ScaleKind, center: bool, dtype: torch.dtype):
+        super().__init__(facts)
+        batch, seqlen, heads, head_dim = facts.shape
+        self.dtype, self.one_over_keys = dtype, 1.0 / seqlen
+        self.data = compact((batch, heads, head_dim, -(-seqlen // VALUE_KEYS) * VALUE_KEYS))
+        self.channels = compact((batch, heads, head_dim))
+        self.partial = compact((batch, heads, -(-seqlen // STATISTICS_KEYS), 3, head_dim))
+        source, result = DTYPES[facts.dtype], FP8_DTYPES[dtype]
+        self.statistics = get_kernel(ValueStatisticsSpec(source, head_dim))
+        self.scales = get_kernel(ValueScalesSpec(source, head_dim, kind, center, out_dtype=result))
+        self.convert = get_kernel(QuantizeValuesSpec(source, head_dim, out_dtype=result))
+
+    def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        data = current.empty_strided(*self.data, self.dtype)
+        scale, inverse, mean = (current.empty_strided(*self.channels, torch.float32) for _ in range(3))
+        partial = current.empty_strided(*self.partial, torch.float32)
+        self.statistics(x, partial, None)
+        self.scales(partial, scale, inverse, mean, self.one_over_keys, None)
+        self.convert(x, inverse, mean, data, None)
+        return data, scale, mean
+
+
+_rows_plan: Any = lru_cache(maxsize=1024)(_RowsPlan)
+_values_plan: Any = lru_cache(maxsize=1024)(_ValuesPlan)
+
+
 def quantize_rows(
     x: torch.Tensor,
     rows: int,
@@ -90,6 +154,10 @@ def quantize_rows(
     dtype: torch.dtype = E4M3,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`reference_fp8_varlen.quantize_rows`, bit by bit, on torch's current stream."""
+    if sequences is None and x.numel() > 0:
+        quantised: tuple[torch.Tensor, torch.Tensor]
+        quantised = _rows_plan(TensorFacts.of(x), rows, kind, hadamard_seed, dtype)(x)
+        return quantised
     hopper_multiprocessors(x.device)
     blocks = _Blocks(x, sequences)
     x, is_ragged = blocks.x, sequences is not None
@@ -116,6 +184,10 @@ def quantize_values(
     dtype: torch.dtype = E4M3,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As :func:`reference_fp8_varlen.quantize_values`, bit by bit, on torch's current stream."""
+    if sequences is None and v.numel() > 0:
+        quantised: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+        quantised = _values_plan(TensorFacts.of(v), kind, center, dtype)(v)
+        return quantised
     hopper_multiprocessors(v.device)
     blocks, is_ragged = _Blocks(v, sequences), sequences is not None
     batch, seqlen, heads, head_dim = blocks.x.shape
@@ -173,7 +245,12 @@ def forward(
     Returns out ``(batch, seqlen_q, heads, head_dim_v)`` and LSE ``(batch, heads, seqlen_q)`` fp32; of a ragged batch
     ``(total_q, heads, head_dim_v)`` and ``(heads, total_q)``.
     """
-    return _plan(problem, fast, operands.is_centered, config, FP8_DTYPES[operands.q.dtype])(operands, ragged)
+    return plan_of(operands, problem, fast, config)(operands, ragged)
+
+
+def plan_of(operands: Operands, problem: AttentionProblem, fast: bool, config: ForwardConfig | None = None) -> _Fp8Plan:
+    """That of a validated problem on operands as these."""
+    return _plan(problem, fast, operands.is_centered, config, FP8_DTYPES[operands.q.dtype])
 
 
 @lru_cache(maxsize=4096)
@@ -218,11 +295,15 @@ class _Fp8Plan:
         self.scale_log2 = max(problem.softmax_scale * LOG2_E, SMALLEST_SCALE)
         self.max_ctas = num_sms - margin
         self.window = kernel_window(problem)
+        self.out, self.lse = compact(problem.out_shape), compact(problem.lse_shape)
 
     def __call__(self, operands: Operands, ragged: RaggedTensors | None) -> ForwardResult:
         p = self.problem
-        out = torch.empty(p.out_shape, dtype=p.dtype, device=p.device)
-        lse = torch.empty(p.lse_shape, dtype=torch.float32, device=p.device)
+        if p.device.index != current.device():
+            with torch.cuda.device(p.device):
+                return self(operands, ragged)
+        out = current.empty_strided(*self.out, p.dtype)
+        lse = current.empty_strided(*self.lse, torch.float32)
         if self.is_empty:
             return out.zero_(), lse.fill_(-torch.inf)
         log2_rows = _log2(operands.q_rows), _log2(operands.k_rows)
@@ -230,17 +311,16 @@ class _Fp8Plan:
         v_scale, v_mean = operands.v_scale, operands.v_mean
         if missing:
             v_scale, v_mean = (torch.nn.functional.pad(x, (0, missing)) for x in (v_scale, v_mean))
-        with torch.cuda.device(p.device):
-            tensors: tuple[torch.Tensor, ...] = (*operands[:3], out, lse, operands.q_scale, operands.k_scale)
-            sequences = None
-            if self.schedule is not None and ragged is not None:
-                sequences = self.schedule(ragged, p.rows_q)
-                tensors = tuple(x.unsqueeze(0) for x in tensors)
-            q, k, v = map(_loadable, tensors[:3])
-            workspace = scheduler_workspace(p.device.index)
-            features = None
-            if self.spec.features != PLAIN:  # in the order of kernels.features.FeatureArgs
-                features = (self.window, None, None, None, sequences, None, None)
-            numbers = *log2_rows, self.scale_log2, self.max_ctas
-            self.kernel(q, k, v, *tensors[3:5], workspace, *tensors[5:], v_scale, v_mean, *numbers, features)
+        tensors: tuple[torch.Tensor, ...] = (*operands[:3], out, lse, operands.q_scale, operands.k_scale)
+        sequences = None
+        if self.schedule is not None and ragged is not None:
+            sequences = self.schedule(ragged, p.rows_q)
+            tensors = tuple(x.unsqueeze(0) for x in tensors)
+        q, k, v = map(_loadable, tensors[:3])
+        workspace = scheduler_workspace(p.device.index)
+        features = None
+        if self.spec.features != PLAIN:  # in the order of kernels.features.FeatureArgs
+            features = (self.window, None, None, None, sequences, None, None)
+        numbers = *log2_rows, self.scale_log2, self.max_ctas
+        self.kernel(q, k, v, *tensors[3:5], workspace, *tensors[5:], v_scale, v_mean, *numbers, features)
         return out, lse

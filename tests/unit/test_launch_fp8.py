@@ -33,11 +33,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
         monkeypatch.setattr(module, "get_kernel", lambda spec: lambda *arguments: found.append((spec, arguments)))
     monkeypatch.setattr(launch_fp8, "hopper_multiprocessors", lambda device: 132)
     monkeypatch.setattr(current, "empty_strided", EMPTY_ON_CPU)
+    monkeypatch.setattr(current, "device", lambda: None)
     monkeypatch.setattr(launch_fp8, "scheduler_workspace", lambda index: torch.zeros(4, dtype=torch.int32))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    launch_fp8._plan.cache_clear()
+    caches = launch_fp8._plan, launch_fp8._rows_plan, launch_fp8._values_plan
+    for cache in caches:
+        cache.cache_clear()
     yield found
-    launch_fp8._plan.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 def shapes(arguments: tuple[Any, ...]) -> list[tuple[int, ...]]:
