@@ -8,10 +8,12 @@ import pytest
 import torch
 from checks import BF16, Shape, assert_same_bits, compare, dense, random_inputs
 from feature_checks import Call, check, ragged_inputs
+from fp8_checks import compare as compare_fp8
 from ragged import Batch, Side
 
-from flashhopper import flash_attn_func, launch, launch_backward
+from flashhopper import flash_attn_func, fp8, launch, launch_backward, launch_fp8, quantize_fp8
 from flashhopper.options import AttentionOptions
+from flashhopper.reference import attention
 
 STEPS = [
     Batch(Side([100, 0, 333, 5]), Side([130, 20, 290, 500])),
@@ -73,3 +75,21 @@ def test_addresses_strides_and_grad_mode_by_turns() -> None:
         for x, y in zip(ours[1:], theirs[1:], strict=True):  # dk and dv are the same bits in every run
             assert torch.equal(x, y)
         torch.testing.assert_close(ours[0], theirs[0], atol=1e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("accumulate", ["two_level", "fast"])
+def test_fp8_calls_that_are_alike(accumulate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantising and attention are planned once; the numbers of each call are its own."""
+    monkeypatch.setattr(fp8, "_known", {})
+    for cache in (launch_fp8._rows_plan, launch_fp8._values_plan):
+        cache.cache_clear()
+    for step in range(3):
+        q, k, v = (torch.randn(2, s, h, 128, device="cuda").to(BF16) for s, h in ((300, 4), (555, 2), (555, 2)))
+        quantised = quantize_fp8(q, k, (v + step) * 2.0**step)
+        out, lse = flash_attn_func(*quantised, causal=True, fp8_accumulate=accumulate, return_lse=True)
+        ref, ref_lse = attention(*(x.dequantize() for x in quantised), softmax_scale=128**-0.5, causal=True)
+        compare_fp8(out, lse, ref, ref_lse)
+        assert len(fp8._known) == 1
+        assert (launch_fp8._rows_plan.cache_info().misses, launch_fp8._values_plan.cache_info().misses) == (2, 1)
+    with pytest.raises(ValueError, match="fp8_accumulate"):
+        flash_attn_func(*quantised, causal=True, fp8_accumulate="slow")  # type: ignore[arg-type]

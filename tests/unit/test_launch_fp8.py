@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from posed_card import EMPTY_ON_CPU
 from ragged import Batch, Side
 
-from flashhopper import current, launch, launch_fp8, launch_schedule, quantize_fp8
+from flashhopper import current, fp8, launch, launch_fp8, launch_schedule, quantize_fp8
 from flashhopper.config import Features, KernelSpec, QuantizeRowsSpec, QuantizeValuesSpec, ScheduleSpec, ValueScalesSpec
 from flashhopper.fp8 import Descales, checked_inputs
 from flashhopper.kernels.features import FeatureArgs
 from flashhopper.options import AttentionOptions
-from flashhopper.problem import RaggedTensors, SoftmaxTensors
+from flashhopper.problem import NO_SOFTMAX_TENSORS, RaggedTensors, SoftmaxTensors
 from flashhopper.reference_fp8 import E4M3, E5M2, sign_bits
 from flashhopper.reference_fp8_varlen import Sequences
 
@@ -206,3 +206,56 @@ def test_raw_values_are_taken_as_not_centred(calls: Calls) -> None:
     x = torch.randn(1, 1025, 1, 256).to(E4M3)
     launched((x, x, x), AttentionOptions())
     assert calls[-1][0].config.flush_blocks == 16
+
+
+def test_calls_that_are_alike_are_checked_once(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Any] = []
+
+    def check(*arguments: Any) -> Any:
+        checked.append(arguments)
+        return posed_inputs(*arguments)
+
+    class OnCard(NamedTuple):
+        """Checked inputs that claim to be on a card."""
+
+        problem: Any
+        operands: Any
+
+    def posed_inputs(*arguments: Any) -> OnCard:
+        inputs = checked_inputs(*arguments)
+        facts = (x._replace(device=torch.device("cuda")) for x in inputs.problem[:3])
+        return OnCard(inputs.problem._replace(**dict(zip("qkv", facts, strict=True))), inputs.operands)
+
+    monkeypatch.setattr(fp8, "checked_inputs", check)
+    monkeypatch.setattr(fp8, "_known", {})
+
+    def operands(seqlen: int = 150, center_v: bool = True, seed: int = 0) -> Any:
+        q, k, v = (torch.randn(2, seqlen, 2, 64).to(BF16) for _ in "qkv")
+        return quantize_fp8(q, k, v, center_v=center_v, seed=seed)
+
+    def call(quantised: Any, options: AttentionOptions, accumulate: Any) -> None:
+        fp8.attention(*quantised, options, fp8.NO_DESCALES, accumulate, NO_SOFTMAX_TENSORS)
+
+    options, other = AttentionOptions(causal=True), AttentionOptions()
+    for step, (quantised, chosen, accumulate, num_checked) in enumerate(
+        [
+            (operands(), options, "two_level", 1),
+            (operands(), options, "two_level", 1),
+            (operands(), options, "fast", 2),
+            (operands(), other, "two_level", 3),
+            (operands(seqlen=151), options, "two_level", 4),
+            (operands(center_v=False), options, "two_level", 5),
+            (operands(), options, "two_level", 5),
+        ]
+    ):
+        call(quantised, chosen, accumulate)
+        assert len(checked) == num_checked
+        spec, arguments = calls[step]
+        assert spec.causal == chosen.causal
+        assert arguments[0].data_ptr() == quantised.q.data.data_ptr()
+        assert [x.data_ptr() for x in arguments[6:9]] == [x.scale.data_ptr() for x in quantised]
+    with pytest.raises(ValueError, match="fp8_accumulate"):
+        call(operands(), options, "slow")
+    q, k, v = operands(seed=5).q, *operands()[1:]
+    with pytest.raises(ValueError, match="seed 5"):
+        call((q, k, v), options, "two_level")
