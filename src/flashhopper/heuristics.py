@@ -73,18 +73,8 @@ _D128_TWO_REASON = (
     "rows 508 and 601, 343 and 471; exact at 512 keys 517, causal 326"
 )
 
-_D192_128 = ForwardConfig(128, 128, num_stages=2, share_qo_smem=True)
-_D192 = ForwardConfig(128, 96, num_stages=2, share_qo_smem=True, warpgroup_order="ping_pong")
-_D192_128_SHORT = ForwardConfig(192, 64, num_stages=2, warpgroup_order="relay")
-_D192_128_SHORT_REASON = (
-    "462 and 670 TFLOPS at 512 and 2k keys, causal 327 and 547; 128 rows of 128 keys 456 and 650, 294 and 540, but at "
-    "16k 725 and 727 to 714 and 642"
-)
-_D192_SHORT = ForwardConfig(128, 64, num_stages=3, share_qo_smem=True, warpgroup_order="relay")
-_D192_SHORT_REASON = (
-    "524 and 714 TFLOPS at 512 and 2k keys, causal 340 and 614; 96 keys 491 and 672, 325 and 604, but at 16k 831 and "
-    "818 to 775 and 813"
-)
+_D192 = ForwardConfig(128, 64, num_stages=3, num_o_parts=2, warpgroup_order="relay")
+_D192_LONG = ForwardConfig(128, 96, num_stages=2, num_o_parts=2, warpgroup_order="ping_pong")
 
 # Searched in order; the first row that covers the problem's head dims and length is taken. Figures: H200, sustained.
 TILE_TABLE: tuple[TileRow, ...] = (
@@ -159,26 +149,47 @@ TILE_TABLE: tuple[TileRow, ...] = (
         "registers 707, 642 and 558; two buffers of Q 734, 602 and 553; " + _D128_EXACT_REASON,
         replace(_D128_EXACT, group_waves=CAUSAL_WAVES),
     ),
-    *_rows(192, 128, _D192_128_SHORT, _D192_128_SHORT_REASON, 2048, _D192_128),
     *_rows(
         192,
         128,
-        _D192_128,
-        "96 and 112 keys: 697 and 692 TFLOPS to 711 at 8k keys; turns in every block: 713",
+        ForwardConfig(128, 128, num_stages=2, num_o_parts=2),
+        "511, 631, 729 and 725 TFLOPS at 512, 2k, 8k and 16k keys, causal 325, 608, 740 and 751; 192 rows of 64 keys "
+        "518, 596, 657 and 649, 337, 601, 676 and 668; 128 rows of 96 keys 478, 623, 732 and 734, 323, 599, 715 and "
+        "719, of 64 keys 491, 585, 663 and 654",
     ),
-    *_rows(192, 192, _D192_SHORT, _D192_SHORT_REASON, 2048, _D192),
-    *_rows(
+    TileRow(
         192,
         192,
+        False,
+        None,
         _D192,
-        "112 keys, which would fill shared memory: 718 against 722 TFLOPS at 8k keys, causal 702 to 705",
+        "520, 653, 686, 690 and 729 TFLOPS at 512, 2k, 4k, 8k and 16k keys; 96 keys 478, 630, 674, 697 and 725; two "
+        "buffers of Q 493, 639, 677, 685 and 720",
+    ),
+    TileRow(
+        192,
+        192,
+        True,
+        4096,
+        replace(_D192, warpgroup_order="free", group_waves=CAUSAL_WAVES),
+        "up to 4k keys: 333, 468, 524 and 612 TFLOPS at 512, 1k, 2k and 4k keys, in relay 332, 465, 516 and 607; 96 "
+        "keys 319, 455, 517 and 605, but at 16k 701 to 667 and 686",
+    ),
+    TileRow(
+        192,
+        192,
+        True,
+        None,
+        replace(_D192_LONG, group_waves=CAUSAL_WAVES),
+        "627 and 701 TFLOPS at 8k and 16k keys; 64 keys 616 and 686; 112 keys do not fit",
     ),
     *_rows(
         256,
         256,
-        ForwardConfig(128, 64, num_stages=2, share_qo_smem=True, warpgroup_order="ping_pong"),
-        "80 keys, which would fill shared memory: 470 against 493 TFLOPS at 512 keys, 727 to 736 at 8k; turns in every "
-        "block: causal 716 against 667 TFLOPS at 16k (with 80 keys)",
+        ForwardConfig(128, 64, num_stages=2, num_o_parts=2, warpgroup_order="ping_pong"),
+        "507, 649, 724 and 722 TFLOPS at 512, 2k, 8k and 16k keys, causal 406, 629, 729 and 730; causal and free 409, "
+        "619, 683 and 684; O in 4 parts 1 % less; with O in Q's bytes, so that the next Q comes when O has left, "
+        "causal 348 to 394 and 593 to 618 at 512 and 2k keys; then 80 keys 470 against 493 at 512, 727 to 736 at 8k",
     ),
 )
 

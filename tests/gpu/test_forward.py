@@ -47,6 +47,13 @@ def test_every_head_dim(head_dim: int, causal: bool) -> None:
         check(random_inputs(Shape(1, 333, seqlen_k, 4, 2, head_dim, head_dim_v), dtype), causal=causal)
 
 
+@pytest.mark.parametrize("head_dim, head_dim_v", [(192, 40), (192, 136), (256, 16), (256, 128), (256, 136), (256, 200)])
+def test_columns_of_o_that_are_stored_in_parts(head_dim: int, head_dim_v: int) -> None:
+    """Some parts hold few columns of the tensor, some none."""
+    for dtype, seqlen_q in itertools.product((BF16, FP16), (1, 333, 3000)):
+        check(random_inputs(Shape(2, seqlen_q, 777, 8, 2, head_dim, head_dim_v), dtype), causal=False)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("seqlen_q", LENGTHS)

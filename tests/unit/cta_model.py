@@ -254,8 +254,7 @@ class Machine:
             words = (Mailbox.HEAD, Mailbox.BATCH, Mailbox.EXACT)
             head, batch, exact = (mailbox.read(word, q.stage) for word in words)
             yield self.full(self.cta.v_ring, v)
-            if not config.share_qo_smem:
-                self.release(self.cta.q_ring, q, WARPS_PER_WARPGROUP)
+            self.release(self.cta.q_ring, q, WARPS_PER_WARPGROUP)
             following, m_block_ahead, is_issued = q.next(), 0, False
             if config.prefetch_scores:
                 yield self.full(self.cta.q_ring, following)
@@ -276,8 +275,6 @@ class Machine:
             elif index == 0:
                 self.runs.append(Run((m_block, head, batch), False, True))
             yield go_on
-            if config.share_qo_smem:
-                self.release(self.cta.q_ring, q, 1)
             if is_issued:
                 self.release(self.cta.k_ring, k, WARPS_PER_WARPGROUP)
                 k = k.next()

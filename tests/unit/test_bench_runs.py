@@ -299,12 +299,12 @@ def test_wrong_configs_say_what_is_accepted(text: str, said: str) -> None:
 
 
 def test_ablations_change_one_technique_each() -> None:
-    base = ForwardConfig(128, 128, share_qo_smem=True)
+    base = ForwardConfig(128, 128, num_o_parts=2)
     variants = configs.ablations(base)
     assert variants.pop("default") == base
     for name, config in variants.items():
         changed = {f.name for f in dataclasses.fields(base) if getattr(base, f.name) != getattr(config, f.name)}
-        assert changed - {"share_qo_smem"} == {part.partition("=")[0] for part in name.split(", ")}
-        assert ("share_qo_smem" in changed) == (name == "tma_store=False")
+        assert changed - {"num_o_parts"} == {part.partition("=")[0] for part in name.split(", ")}
+        assert ("num_o_parts" in changed) == (name == "tma_store=False")
     assert "split_masked_loop=False" not in variants, "the lazy softmax has no masked loop"
     assert {"num_stages=1", "softmax=exact", "scheduler=single", "warpgroup_order=ping_pong"} <= set(variants)

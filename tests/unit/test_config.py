@@ -38,10 +38,9 @@ D128 = ForwardConfig(tile_m=128, tile_n=128)
         (replace(D128, num_stages=1), 128, 128, 1024 + 32768 + 32768 + 2 * 32768),
         (replace(D128, num_q_stages=2), 128, 128, 1024 + 2 * 32768 + 32768 + 2 * 2 * 32768),
         (ForwardConfig(192, 128), 64, 64, 1024 + 24576 + 24576 + 2 * 2 * 16384),
-        (ForwardConfig(128, 176, share_qo_smem=True), 128, 128, 1024 + 32768 + 2 * 2 * 45056),
-        (ForwardConfig(128, 80, share_qo_smem=True), 256, 256, 1024 + 65536 + 2 * 2 * 40960),
-        (ForwardConfig(128, 112, share_qo_smem=True), 192, 128, 1024 + 49152 + 2 * (43008 + 28672)),
-        (ForwardConfig(64, 64, share_qo_smem=True), 64, 256, 1024 + 32768 + 2 * (8192 + 32768)),  # O larger than Q
+        (ForwardConfig(128, 144, num_o_parts=2), 128, 128, 1024 + 32768 + 16384 + 2 * 2 * 36864),
+        (ForwardConfig(128, 64, num_o_parts=2), 256, 256, 1024 + 65536 + 32768 + 2 * 2 * 32768),
+        (ForwardConfig(128, 112, num_o_parts=4), 192, 128, 1024 + 49152 + 8192 + 2 * (43008 + 28672)),
     ],
 )
 def test_smem_bytes(config: ForwardConfig, head_dim: int, head_dim_v: int, expected: int) -> None:
@@ -86,9 +85,9 @@ def test_accumulator_registers(config: ForwardConfig, head_dim: int, head_dim_v:
 FEASIBLE = [
     (ForwardConfig(192, 128), 64, 64),
     (D128, 128, 128),
-    (ForwardConfig(128, 176, share_qo_smem=True), 128, 128),
-    (ForwardConfig(128, 112, share_qo_smem=True), 192, 192),
-    (ForwardConfig(128, 80, share_qo_smem=True), 256, 256),
+    (ForwardConfig(128, 144, num_o_parts=2), 128, 128),
+    (ForwardConfig(128, 96, num_o_parts=2), 192, 192),
+    (ForwardConfig(128, 64, num_o_parts=2), 256, 256),
     (ForwardConfig(64, 64), 128, 128),
     (ForwardConfig(192, 128, num_q_stages=2, prefetch_scores=True), 64, 64),
 ]
@@ -120,12 +119,12 @@ INFEASIBLE = [
         128,
         "S, P, O and Q take 160 of 168 registers, at least 16 must be left",
     ),
-    (ForwardConfig(128, 64, q_in_registers=True, share_qo_smem=True), 64, "q_in_registers with share_qo_smem"),
+    (ForwardConfig(128, 64, num_o_parts=0), 64, "num_o_parts=0 must be at least 1"),
+    (ForwardConfig(128, 64, num_o_parts=3), 64, "num_o_parts=3 must leave multiples of 32 columns of head_dim_v=64"),
     (ForwardConfig(64, 64, num_q_stages=3), 64, "num_q_stages=3 must be 1 or 2"),
-    (ForwardConfig(128, 64, share_qo_smem=True, tma_store=False), 64, "share_qo_smem without tma_store"),
+    (ForwardConfig(128, 64, num_o_parts=2, tma_store=False), 64, "num_o_parts=2 without tma_store"),
     (ForwardConfig(128, 64, exp2_on_fma=9), 64, "exp2_on_fma=9 must be 0 to 8"),
     (ForwardConfig(128, 64, exp2_on_fma=2, softmax="exact"), 64, "and 0 with softmax='exact'"),
-    (ForwardConfig(128, 64, share_qo_smem=True, num_q_stages=2), 64, "num_q_stages must be 1"),
     (ForwardConfig(128, 64, softmax="lazy", split_masked_loop=False), 64, "split_masked_loop=False leaves none"),
     (ForwardConfig(128, 64, prefetch_scores=True), 64, "prefetch_scores reads the next Q beside this one"),
     (ForwardConfig(128, 64, num_q_stages=2, prefetch_scores=True, q_in_registers=True), 64, "q_in_registers=False"),
@@ -169,8 +168,9 @@ def test_a_register_sum_above_the_launch_is_refused(monkeypatch: pytest.MonkeyPa
 def test_whatever_passes_fits_the_card(
     tile_m: int, tile_n: int, num_stages: int, head_dim: int, head_dim_v: int, flags: tuple[bool, ...]
 ) -> None:
-    names = ("q_in_registers", "share_qo_smem", "reallocate_registers", "tma_store")
-    config = ForwardConfig(tile_m, tile_n, num_stages, **dict(zip(names, flags, strict=True)))
+    names = ("q_in_registers", "reallocate_registers", "tma_store")
+    parts = 2 if flags[0] else 1
+    config = ForwardConfig(tile_m, tile_n, num_stages, num_o_parts=parts, **dict(zip(names, flags[1:], strict=True)))
     try:
         config.check_feasible(head_dim, head_dim_v)
     except ConfigError:

@@ -49,7 +49,7 @@ def test_neighbours_fit_the_card_and_come_once(base: AnyConfig, dims: tuple[int,
         config.check_feasible(*dims)
 
 
-Q_FIELDS = {"num_q_stages", "prefetch_scores", "q_in_registers", "share_qo_smem"}
+Q_FIELDS = {"num_q_stages", "prefetch_scores", "q_in_registers"}
 CHOICES = [{"tile_m", "tile_n", "split", "warpgroup_order"}, Q_FIELDS]
 
 

@@ -40,7 +40,7 @@ ALIASES = {
     "waves": "group_waves",
     "prefetch": "prefetch_scores",
     "q_regs": "q_in_registers",
-    "share": "share_qo_smem",
+    "o_parts": "num_o_parts",
     "order": "warpgroup_order",
     "overlap": "overlap_gemm_softmax",
     "split": "split_masked_loop",
@@ -63,7 +63,7 @@ def ablations(base: ForwardConfig) -> dict[str, ForwardConfig]:
         **({"split_masked_loop=False": split} if base.softmax == "exact" else {}),
         "softmax=exact, split_masked_loop=False": {**split, "softmax": "exact"},
         "reallocate_registers=False": {"reallocate_registers": False},
-        "tma_store=False": {"tma_store": False, "share_qo_smem": False},  # nothing is staged, so nothing is shared
+        "tma_store=False": {"tma_store": False, "num_o_parts": 1},  # nothing is staged
         f"q_in_registers={not base.q_in_registers}": {"q_in_registers": not base.q_in_registers},
     }
     for name in ("softmax", "warpgroup_order", "scheduler"):

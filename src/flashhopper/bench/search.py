@@ -33,6 +33,7 @@ def forward_axes(base: ForwardConfig) -> list[Axis]:
         Axis([{"tile_m": tile_m, "tile_n": tile_n} for tile_m in FORWARD_ROWS for tile_n in keys]),
         Axis(_values("num_stages", range(2, 7)), frees_memory=True),  # 1 was 22 to 29 % slower at head_dim 128
         Axis([_of_q(*chosen) for chosen in Q_CHOICES], frees_memory=True),
+        Axis(_values("num_o_parts", (1, 2, 4)), frees_memory=True),
         Axis(_values("warpgroup_order", ("free", "stagger", "ping_pong", "relay"))),
         Axis(_values("group_waves", WAVES)),
         Axis(_values("items_by_shuffle", (True, False))),
@@ -40,24 +41,12 @@ def forward_axes(base: ForwardConfig) -> list[Axis]:
     ]
 
 
-# Buffers of Q, the next tile's first scores before this one's O, Q in registers, O in Q's buffer.
-Q_CHOICES = (
-    (1, False, False, False),
-    (1, False, False, True),
-    (1, False, True, False),
-    (2, False, False, False),
-    (2, True, False, False),
-    (2, False, True, False),
-)
+# Buffers of Q, the next tile's first scores before this one's O, Q in registers.
+Q_CHOICES = ((1, False, False), (1, False, True), (2, False, False), (2, True, False), (2, False, True))
 
 
-def _of_q(num_q_stages: int, prefetch: bool, in_registers: bool, shared: bool) -> Change:
-    return {
-        "num_q_stages": num_q_stages,
-        "prefetch_scores": prefetch,
-        "q_in_registers": in_registers,
-        "share_qo_smem": shared,
-    }
+def _of_q(num_q_stages: int, prefetch: bool, in_registers: bool) -> Change:
+    return {"num_q_stages": num_q_stages, "prefetch_scores": prefetch, "q_in_registers": in_registers}
 
 
 def backward_axes() -> list[Axis]:

@@ -25,6 +25,7 @@ Scheduler = Literal["single", "static", "dynamic"]
 Softmax = Literal["exact", "lazy"]
 
 FLUSHED_BYTES = 4  # of an element of O in shared memory
+STAGED_COLUMNS = 32  # of O, or a multiple
 OUTPUT_BYTES = 2  # of an element of O, which is 16-bit whatever the inputs are
 WGMMA_K_BYTES = 32  # of one WGMMA's summed extent: 16 elements of 16 bits, 32 of 8
 
@@ -58,8 +59,9 @@ class ForwardConfig:
     """Buffers of Q. With 2 the next tile's Q is loaded while this one is still read."""
     q_in_registers: bool = False
     """Keep Q as WGMMA's register operand: S = Q Kᵀ then reads half as many operands from shared memory."""
-    share_qo_smem: bool = False
-    """Stage O in Q's shared memory (where both do not fit); the next Q then waits for the store to have read it."""
+    num_o_parts: int = 1
+    """Groups of columns in which O is staged, one when the one before has left: where there is no room for all of it
+    beside Q, whose bytes the next Q needs before O leaves."""
     scheduler: Scheduler = "dynamic"
     """``single``: one CTA per tile; ``static``: persistent, strided; ``dynamic``: persistent, atomic tile counter."""
     group_waves: int = 2
@@ -121,12 +123,12 @@ class ForwardConfig:
     def smem_bytes(self, head_dim: int, head_dim_v: int, element_bytes: int = 2) -> int:
         """Bytes of shared memory of one CTA, computed as ``kernels/smem.py`` lays it out."""
         q = self.num_q_stages * self.tile_m * head_dim * element_bytes
-        o = self.tile_m * head_dim_v * OUTPUT_BYTES if self.tma_store else 0
+        o = self.tile_m * head_dim_v // self.num_o_parts * OUTPUT_BYTES if self.tma_store else 0
         if self.flush_blocks > 0:  # the staging tile of a warpgroup lies in its part of the fp32 O
             o *= FLUSHED_BYTES // OUTPUT_BYTES
         ring = self.num_stages * self.tile_n * (head_dim + head_dim_v) * element_bytes
         barriers = 1024  # mbarriers and scheduler mailbox, rounded up to the tiles' alignment
-        return barriers + (max(q, o) if self.share_qo_smem else q + o) + ring
+        return barriers + q + o + ring
 
     def check_feasible(self, head_dim: int, head_dim_v: int, element_bytes: int = 2) -> None:
         """Raise :class:`ConfigError` unless the kernel fits the card (a wrong register sum hangs it silently)."""
@@ -143,9 +145,14 @@ class ForwardConfig:
             problems.append("two_level_columns and flush_blocks are for FP8: a 16-bit WGMMA accumulates in fp32")
         if self.num_q_stages > 2:
             problems.append(f"num_q_stages={self.num_q_stages} must be 1 or 2: the turn barriers know two items")
-        for name in ("num_stages", "num_q_stages", "group_waves"):
+        for name in ("num_stages", "num_q_stages", "num_o_parts", "group_waves"):
             if getattr(self, name) < 1:
                 problems.append(f"{name}={getattr(self, name)} must be at least 1")
+        if self.num_o_parts > 1 and head_dim_v % (self.num_o_parts * STAGED_COLUMNS):
+            problems.append(
+                f"num_o_parts={self.num_o_parts} must leave multiples of {STAGED_COLUMNS} columns of "
+                f"head_dim_v={head_dim_v}"
+            )
         if problems:
             raise ConfigError(f"{self}: {'; '.join(problems)}")
         smem = self.smem_bytes(head_dim, head_dim_v, element_bytes)
@@ -158,14 +165,10 @@ class ForwardConfig:
         held = self.accumulator_registers(head_dim, head_dim_v, element_bytes)
         if held > budget.consumer - 16:
             problems.append(f"S, P, O and Q take {held} of {budget.consumer} registers, at least 16 must be left")
-        if self.q_in_registers and self.share_qo_smem:
-            problems.append("q_in_registers with share_qo_smem: head dims that must share have no registers for Q")
-        if self.share_qo_smem and self.num_q_stages > 1:
-            problems.append("share_qo_smem stages O in the only buffer of Q, num_q_stages must be 1")
         if self.prefetch_scores and (self.num_q_stages < 2 or self.q_in_registers):
             problems.append("prefetch_scores reads the next Q beside this one: num_q_stages=2, q_in_registers=False")
-        if self.share_qo_smem and not self.tma_store:
-            problems.append("share_qo_smem without tma_store has nothing to share")
+        if self.num_o_parts > 1 and not self.tma_store:
+            problems.append(f"num_o_parts={self.num_o_parts} without tma_store: nothing is staged")
         if self.exp2_on_fma and (not 0 <= self.exp2_on_fma <= 8 or self.softmax != "lazy" or element_bytes == 1):
             problems.append(f"exp2_on_fma={self.exp2_on_fma} must be 0 to 8, and 0 with softmax='exact' or FP8")
         if self.softmax == "lazy" and not self.split_masked_loop:
@@ -182,9 +185,9 @@ class ForwardConfig:
             problems.append(f"two_level_columns={columns} must be a multiple of 8 that divides head_dim_v={head_dim_v}")
         if self.flush_blocks & self.flush_blocks - 1:
             problems.append(f"flush_blocks={self.flush_blocks} must be a power of two or 0")
-        if self.flush_blocks < 0 or (self.flush_blocks and (columns or self.share_qo_smem or not self.tma_store)):
+        if self.flush_blocks < 0 or (self.flush_blocks and (columns or self.num_o_parts > 1 or not self.tma_store)):
             problems.append(
-                f"flush_blocks={self.flush_blocks} goes with tma_store, not with two_level_columns or sharing"
+                f"flush_blocks={self.flush_blocks} goes with tma_store, not with two_level_columns or num_o_parts"
             )
         if not self.overlap_gemm_softmax:
             problems.append("FP8 kernels overlap: no separate GEMMs")

@@ -58,11 +58,10 @@ class Cta:
     @cute.jit
     def initialise_barriers(self):
         """One warp initialises every mbarrier, the copy engine is told, and the CTA synchronises."""
-        groups = self.spec.config.num_consumer_warpgroups
-        warps = WARPS_PER_WARPGROUP * groups
+        warps = WARPS_PER_WARPGROUP * self.spec.config.num_consumer_warpgroups
         if cute.arch.warp_idx() == 0:
             with cute.arch.elect_one():
-                self.q_ring.initialise(groups if self.spec.config.share_qo_smem else warps)
+                self.q_ring.initialise(warps)
                 self.k_ring.initialise(warps)
                 self.v_ring.initialise(warps)
                 self.scheduler.mailbox.initialise(warps)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Constexpr, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.tensor_utils import LayoutEnum
 
@@ -14,7 +14,7 @@ from flashhopper.kernels import ptx
 from flashhopper.kernels.cta import Cta
 from flashhopper.kernels.mask import ROWS_PER_THREAD, rows_view
 from flashhopper.kernels.ragged import Rows, head_rows
-from flashhopper.kernels.smem import NamedBarrier, output_parts
+from flashhopper.kernels.smem import NamedBarrier, output_tiles, staged_columns
 
 
 class Place(NamedTuple):
@@ -42,7 +42,7 @@ class Epilogue:
         self.cta, self.output, self.warpgroup = cta, output, warpgroup
         self.is_storing_warp, self.lane = is_storing_warp, lane
         self.barrier = NamedBarrier.EPILOGUE + warpgroup
-        self.staging = warpgroup * output_parts(cta.spec)
+        self.staging = warpgroup * output_tiles(cta.spec)
 
     @cute.jit
     def write_lse(self, rows_lse: cute.Tensor, row: Int32, place: Place):
@@ -55,18 +55,29 @@ class Epilogue:
     @cute.jit
     def write_by_tma(self, acc_O: cute.Tensor, m_block: Int32, place: Place):
         """Registers -> shared memory -> TMA, which drops the rows and columns past the tensor."""
-        element, shape = self.output.sO.element_type, (ROWS_PER_WARPGROUP, self.cta.spec.head_dim_v)
+        for part in cutlass.range_constexpr(self.cta.spec.config.num_o_parts):
+            self.write_part(acc_O, m_block, place, part)
+
+    @cute.jit
+    def write_part(self, acc_O: cute.Tensor, m_block: Int32, place: Place, part: Constexpr[int]):
+        """The columns that are staged at a time, when those before have left."""
+        columns = staged_columns(self.cta.spec)
+        element, shape = self.output.sO.element_type, (ROWS_PER_WARPGROUP, columns)
         major = OperandMajorMode.K
         mma = sm90.make_trivial_tiled_mma(element, element, major, major, Float32, (1, 1, 1), shape)
         stmatrix = sm90.sm90_get_smem_store_op(LayoutEnum.ROW_MAJOR, element, Float32)
         copy_O = cute.make_tiled_copy_C(stmatrix, mma).get_slice(ptx.reread_thread_index() % WARPGROUP_THREADS)
         frag_O = cute.make_rmem_tensor(mma.partition_shape_C(shape), element)
-        flat_O = cute.make_tensor(acc_O.iterator, cute.make_layout(cute.size(acc_O)))
-        for i in cutlass.range_constexpr(cute.size(frag_O)):
-            frag_O[i] = flat_O[i].to(element)
-        # The last store must be complete, not only have read its bytes: a redone tile writes the same addresses.
+        count = cute.size(frag_O)
+        part_O = cute.make_tensor(acc_O.iterator + part * count, cute.make_layout(count))
+        for i in cutlass.range_constexpr(count):
+            frag_O[i] = part_O[i].to(element)
         if self.is_storing_warp:
-            ptx.bulk_store_wait()
+            if const_expr(part == 0):
+                # The item before must be stored, not only have been read: a redone tile writes the same addresses.
+                ptx.bulk_store_wait()
+            else:
+                ptx.bulk_store_wait_read()
         ptx.named_barrier_wait(self.barrier, WARPGROUP_THREADS)
         cute.copy(copy_O, copy_O.retile(frag_O), copy_O.partition_D(self.output.sO)[None, None, None, self.staging])
         ptx.fence_async_shared()
@@ -74,7 +85,7 @@ class Epilogue:
         if self.is_storing_warp:
             rows = place.rows if self.cta.spec.features.ragged else None
             gO = head_rows(self.output.gO, place.head, place.batch, rows)
-            gO_tiles = cute.local_tile(gO, (ROWS_PER_WARPGROUP, self.cta.spec.head_dim_v), (None, 0))
+            gO_tiles = cute.local_tile(gO, (ROWS_PER_WARPGROUP, columns), (None, part))
             tOsO, tOgO = cpasync.tma_partition(
                 self.output.tma_O,
                 0,

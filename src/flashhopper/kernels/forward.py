@@ -17,7 +17,7 @@ from flashhopper.kernels.load import Producer, TmaOperand
 from flashhopper.kernels.mma import Consumer, Operands
 from flashhopper.kernels.pipeline import WARPS_PER_WARPGROUP, TmaRing
 from flashhopper.kernels.ragged import ragged_view
-from flashhopper.kernels.smem import TileLayouts, make_storage
+from flashhopper.kernels.smem import TileLayouts, make_storage, staged_columns
 from flashhopper.kernels.softmax import make_softmax
 from flashhopper.kernels.tile_scheduler import Mailbox, RaggedGrid, TileGrid, TileScheduler
 
@@ -83,7 +83,7 @@ class ForwardKernel:
                 (load, gQ, layouts.Q, (config.tile_m, spec.head_dim)),
                 (load, gK, layouts.K, (config.tile_n, spec.head_dim)),
                 (load, gV, layouts.V, (spec.head_dim_v, config.tile_n)),
-                (store, gO, layouts.O, (ROWS_PER_WARPGROUP, spec.head_dim_v)),
+                (store, gO, layouts.O, (ROWS_PER_WARPGROUP, staged_columns(spec))),
             )
         )
         (batch, seqlen_q, heads, _), (_, seqlen_k, heads_k, _) = mQ.shape, mK.shape
@@ -163,8 +163,7 @@ class ForwardKernel:
         )
         sO = None
         if cutlass.const_expr(config.tma_store):
-            tile_O = storage.sQ if config.share_qo_smem else storage.sO
-            sO = tile_O.get_tensor(layouts.O.outer, swizzle=layouts.O.inner)
+            sO = storage.sO.get_tensor(layouts.O.outer, swizzle=layouts.O.inner)
 
         row_bytes, row_bytes_v = (ELEMENT_BYTES[spec.dtype] * d for d in (spec.head_dim, spec.head_dim_v))
         rings = (

@@ -356,8 +356,7 @@ class Consumer:
         row = self.first_row(m_block)
         self.cta.v_ring.wait(v_state)
         self.issue_pv(v_state)
-        if const_expr(not config.share_qo_smem):
-            self.release_item(q_state)
+        self.release_item(q_state)
         trusted = self.softmax.finalize(self.rows_lse, self.mask, self.lane, self.sink(head, lengths))
         self.epilogue.write_lse(self.rows_lse, row, place)
 
@@ -397,10 +396,6 @@ class Consumer:
             self.epilogue.write_by_tma(self.acc_O, m_block, place)
         else:
             self.epilogue.write_from_registers(self.acc_O, row, place)
-        if const_expr(config.share_qo_smem):
-            self.epilogue.wait_staging_read()
-            if self.epilogue.is_storing_warp:
-                self.release_item(q_state)
 
         if const_expr(config.prefetch_scores):
             warpgroup.wait_group(0)

@@ -10,7 +10,6 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from flashhopper.config import (
-    ELEMENT_BYTES,
     FLUSHED_BYTES,
     OUTPUT_BYTES,
     ROWS_PER_WARPGROUP,
@@ -30,10 +29,15 @@ class NamedBarrier(IntEnum):
     TURN_SLOT_1 = 9
 
 
-def output_parts(spec: KernelSpec) -> int:
+def output_tiles(spec: KernelSpec) -> int:
     """Tiles of 16-bit O that a warpgroup's part of the shared O takes: the first is staged, and there is no other
     unless fp32 sums lie there while the tile is worked on."""
     return FLUSHED_BYTES // OUTPUT_BYTES if spec.config.flush_blocks else 1
+
+
+def staged_columns(spec: KernelSpec) -> int:
+    """Columns of O that are staged at a time."""
+    return spec.head_dim_v // spec.config.num_o_parts
 
 
 class TileLayouts(NamedTuple):
@@ -52,7 +56,7 @@ class TileLayouts(NamedTuple):
         tile_m, tile_n, stages = config.tile_m, config.tile_n, config.num_stages
         # O's rows of one warpgroup lie on the bytes of the same rows of Q when both share a buffer: the row blocks of
         # all warpgroups come before the next 128-byte column block, as in Q's layout.
-        kind = sm90.get_smem_layout_atom(row, out_element, spec.head_dim_v)
+        kind = sm90.get_smem_layout_atom(row, out_element, staged_columns(spec))
         atom = warpgroup.make_smem_layout_atom(kind, out_element)
         return cls(
             sm90.make_smem_layout_a(row, (tile_m, tile_n, spec.head_dim), element, config.num_q_stages),
@@ -60,18 +64,16 @@ class TileLayouts(NamedTuple):
             sm90.make_smem_layout_b(order_V, (tile_m, spec.head_dim_v, tile_n), element, stages),
             cute.tile_to_shape(
                 atom,
-                (ROWS_PER_WARPGROUP, spec.head_dim_v, config.num_consumer_warpgroups * output_parts(spec)),
+                (ROWS_PER_WARPGROUP, staged_columns(spec), config.num_consumer_warpgroups * output_tiles(spec)),
                 order=(0, 1, 2) if config.flush_blocks else (0, 2, 1),
             ),
         )
 
 
 def make_storage(spec: KernelSpec, layouts: TileLayouts, element: Any, out_element: Any) -> Any:
-    """The struct of one CTA. O has bytes of its own unless it shares Q's or leaves from registers."""
+    """The struct of one CTA. O has no bytes if it leaves from registers."""
     config = spec.config
     elements_Q, elements_O = cute.cosize(layouts.Q), cute.cosize(layouts.O) if config.tma_store else 0
-    if config.share_qo_smem:
-        elements_Q, elements_O = max(elements_Q, elements_O * OUTPUT_BYTES // ELEMENT_BYTES[spec.dtype]), 0
 
     def tile(elements: int, element: Any = element) -> Any:
         return cute.struct.Align[cute.struct.MemRange[element, elements], TILE_ALIGNMENT]
