@@ -344,15 +344,15 @@ def forward_config(row: TileRow, dtype: Dtype, features: Features = PLAIN, causa
 
     256 rows at head_dim 64: windows of 128, 512 to both sides and 1k are 47, 21 and 22 % faster than with 192, and
     slower in any order but ``free``. Ragged batches (16 sequences of 2k; Zipf up to 8k; one of 16k and 128 of 128) are
-    fastest with items by shuffle there: causal 450, 485 and 514 TFLOPS, read in place 436, 459 and 484, without
-    prefetched scores in relay 450, 471 and 504; without a mask 537, 544 and 551, 527, 524 and 533, 504, 507 and 525. At
-    head_dim 128 in place: causal free 594, 657 and 697, by shuffle 563, 623 and 671; without a mask in relay 634, 686
-    and 688, staggered by shuffle 627, 685 and 694, free by shuffle 619, 681 and 692.
+    fastest with items by shuffle there: causal and free with 7 stages 477, 501 and 535 TFLOPS, staggered 473, 493 and
+    534, with 5 stages 469, 496 and 534, read in place 447, 465 and 495; without a mask 536, 541 and 549, in place 533,
+    532 and 545. At head_dim 128 in place: causal free 621, 645 and 701, by shuffle 598, 623 and 683; without a mask in
+    relay 657, 677 and 708, by shuffle 629, 646 and 666.
     """
     if features.has_mods:
         return with_mods(row)
     config, dims = for_dtype(row, dtype), (row.head_dim, row.head_dim_v)
-    is_lazy = config.softmax == "lazy"
+    is_lazy, is_causal = config.softmax == "lazy", row.causal if causal is None else causal
 
     def capped(base: ForwardConfig) -> ForwardConfig:
         return replace(base, softmax=config.softmax, group_waves=config.group_waves)
@@ -365,11 +365,13 @@ def forward_config(row: TileRow, dtype: Dtype, features: Features = PLAIN, causa
         config = replace(capped(_D64_TWO if features.alibi else _D64), exp2_on_fma=exp2_on_fma)
     elif features.alibi and dims == (64, 64):
         config = capped(_D64)  # with a window too 1 register of 256 rows spills
-    elif config.num_consumer_warpgroups == 4 and (features.window or features.ragged):
-        order = "free" if features.window else config.warpgroup_order
-        config = replace(config, warpgroup_order=order, items_by_shuffle=True)
+    elif config.num_consumer_warpgroups == 4 and features.window:
+        config = replace(config, warpgroup_order="free", items_by_shuffle=True)
+    elif config.num_consumer_warpgroups == 4 and features.ragged:
+        config = replace(config, items_by_shuffle=True)
+        if is_causal:
+            config = replace(config, num_stages=7, warpgroup_order="free")
     elif dims == (128, 128) and config.num_consumer_warpgroups == 3 and features.ragged and not features.window:
-        is_causal = row.causal if causal is None else causal
         config = replace(config, warpgroup_order="free" if is_causal else "relay", items_by_shuffle=False)
     return replace(config, prefetch_scores=config.prefetch_scores and not features.window)
 
@@ -391,10 +393,11 @@ def with_mods(row: TileRow) -> ForwardConfig:
 
 
 def select_backward_row(problem: AttentionProblem) -> BackwardRow:
-    """The row of the backward's table that serves a validated problem."""
+    """The row of the backward's table that serves a validated problem. A ragged batch as such is no mask here."""
+    has_mask = problem.mask.causal or problem.mask.window is not None
     for row in BACKWARD_TABLE:
         fits_dims = problem.head_dim <= row.head_dim and problem.head_dim_v <= row.head_dim_v
-        fits_mask = row.causal is None or row.causal == is_masked(problem)
+        fits_mask = row.causal is None or row.causal == has_mask
         fits_length = row.max_seqlen_q is None or problem.seqlen_q <= row.max_seqlen_q
         if fits_dims and fits_mask and fits_length:
             return row
@@ -408,14 +411,18 @@ def select_backward_spec(
     row = select_backward_row(problem)
     dims = row.head_dim, row.head_dim_v
     features = replace(features_of(problem) if features is None else features, sink=False)
-    chosen = with_fewer_registers(row, features) if config is None else config
+    chosen = backward_config(row, features) if config is None else config
     flags = problem.mask.causal, problem.options.deterministic
     return BackwardSpec(DTYPES[problem.dtype], *dims, *flags, chosen, features)
 
 
-def with_fewer_registers(row: BackwardRow, features: Features) -> BackwardConfig:
-    """Softcap keeps a factor per score, ALiBi a distance, users' functions what they like: what spills with the table's
-    tiles gets smaller ones."""
+def backward_config(row: BackwardRow, features: Features) -> BackwardConfig:
+    """The row's configuration with what the kernel's features ask for.
+
+    Softcap keeps a factor per score, ALiBi a distance, users' functions what they like: what spills with the table's
+    tiles gets smaller ones. Ragged batches of head_dim 64 without a mask (16 sequences of 2k; Zipf up to 8k): 477 and
+    490 TFLOPS, staggered 471 and 479, with 2 waves 476 and 487, with the row of masks 469 and 475.
+    """
     dims = row.head_dim, row.head_dim_v
     if (features.has_mods or features.softcap) and row.config.split == "operands":
         return replace(row.config, dq_columns=min(row.config.dq_columns, 64), wide_consumers=True)
@@ -423,6 +430,8 @@ def with_fewer_registers(row: BackwardRow, features: Features) -> BackwardConfig
         return _D64_64_ROWS
     if dims == (128, 128) and (features.softcap or features.has_mods):
         return _D128_OPERANDS
+    if dims == (64, 64) and features.ragged and not row.causal:
+        return replace(row.config, warpgroup_order="free", group_waves=CAUSAL_WAVES)
     return row.config
 
 

@@ -26,12 +26,7 @@ from flashhopper.config import (
     ValueScalesSpec,
     ValueStatisticsSpec,
 )
-from flashhopper.heuristics import (
-    BACKWARD_TABLE,
-    forward_config,
-    rows_of,
-    with_fewer_registers,
-)
+from flashhopper.heuristics import BACKWARD_TABLE, backward_config, forward_config, rows_of
 from flashhopper.heuristics_fp8 import FP8_TABLE
 from flashhopper.problem import DTYPES
 
@@ -78,12 +73,12 @@ def backward_specs(features: Features = PLAIN) -> list[AnySpec]:
     dims = list(dict.fromkeys((row.head_dim, row.head_dim_v) for row in BACKWARD_TABLE))
     main = [
         BackwardSpec(
-            dtype, row.head_dim, row.head_dim_v, causal, deterministic, with_fewer_registers(row, features), features
+            dtype, row.head_dim, row.head_dim_v, causal, deterministic, backward_config(row, features), features
         )
         for row in BACKWARD_TABLE
         for dtype in DTYPES.values()
-        for causal, is_masked in _masks(features)
-        if row.causal in (None, is_masked)
+        for causal, _ in _masks(features)
+        if row.causal in (None, causal or features.window)
         for deterministic in flags
     ]
     return [

@@ -30,6 +30,7 @@ from flashhopper.heuristics import (
     TileRow,
     features_of,
     forward_config,
+    select_backward_row,
     select_backward_spec,
     select_row,
     select_spec,
@@ -264,12 +265,13 @@ def test_four_warpgroups_prefetch_scores_but_with_a_window(seqlen: int, causal: 
     """With which they are in no order."""
     plain = select_spec(problem(64, seqlen, causal=causal)).config
     assert (plain.num_consumer_warpgroups, plain.prefetch_scores) == (4, True)
-    ragged = select_spec(ragged_problem(64, seqlen, causal=causal)).config
-    assert ragged == replace(plain, group_waves=CAUSAL_WAVES, items_by_shuffle=True)
+    masked = replace(plain, group_waves=CAUSAL_WAVES, items_by_shuffle=True)
+    free = replace(masked, num_stages=7, warpgroup_order="free")
+    assert select_spec(ragged_problem(64, seqlen, causal=causal)).config == (free if causal else masked)
     for one in (problem, ragged_problem):
         for options in ({"window_size": (9, 9)}, {"attention_chunk": 64}):
             config = select_spec(one(64, seqlen, causal=causal, **options)).config
-            assert config == replace(ragged, prefetch_scores=False, warpgroup_order="free")
+            assert config == replace(masked, prefetch_scores=False, warpgroup_order="free")
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -314,7 +316,8 @@ def test_fp8_at_head_dim_128_goes_by_the_mean_alone(seqlen: int) -> None:
         for one in (problem(128, seqlen, **options), ragged_problem(128, seqlen, **options)):
             raw, centered, fast = fp8_config(one), fp8_config(one, True), fp8_config(one, fast=True)
             assert (raw.tile_m, raw.two_level_columns, raw.flush_blocks) == (128, 128, 0)
-            assert (fast.tile_m, fast.tile_n, fast.q_in_registers, fast.two_level) == (192, 64, True, False)
+            tile = (128, 128, False, False) if seqlen <= 512 else (192, 64, True, False)
+            assert (fast.tile_m, fast.tile_n, fast.q_in_registers, fast.two_level) == tile
             assert replace(centered, flush_blocks=0, num_stages=fast.num_stages) == fast
             assert centered.flush_blocks == (32 if seqlen > 2048 else 0)
             is_masked = bool(options) or one.ragged is not None
@@ -382,3 +385,15 @@ def test_capped_scores_with_slopes_have_tiles_of_128_rows_at_head_dim_64() -> No
         one = asked._replace(q=facts, k=facts, v=facts)
         config = select_spec(one, features=features_of(one, has_alibi=True)).config
         assert (config.tile_m, config.exp2_on_fma) == (128, 0)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (9, 9)}])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_backward_of_a_ragged_batch_takes_the_row_of_its_mask(head_dim: int, options: dict[str, Any]) -> None:
+    asked = ragged_problem(head_dim, 4096, **options)
+    row, dense = select_backward_row(asked), select_backward_row(problem(head_dim, 4096, **options))
+    assert row is dense
+    spec = select_backward_spec(asked)
+    assert spec in backward_specs(spec.features)
+    free = replace(row.config, warpgroup_order="free", group_waves=CAUSAL_WAVES)
+    assert spec.config == (free if head_dim == 64 and not options else row.config)

@@ -25,7 +25,7 @@ from flashhopper import (
 from flashhopper.compiler import kernel_key
 from flashhopper.config import BackwardSpec, Features, KernelSpec
 from flashhopper.fp8 import E4M3
-from flashhopper.heuristics import BACKWARD_TABLE, TILE_TABLE, with_fewer_registers
+from flashhopper.heuristics import BACKWARD_TABLE, TILE_TABLE, backward_config
 from flashhopper.kernel_list import backward_specs, forward_specs
 from flashhopper.launch import Given, given, kernel_tensors
 from flashhopper.mod_call import Mods
@@ -354,7 +354,7 @@ def test_every_table_row_has_a_configuration_for_functions() -> None:
             assert (config.softmax, config.prefetch_scores, config.q_in_registers) == ("exact", False, False)
             assert left >= (96 if spec.head_dim <= 128 else 48)
         for row in BACKWARD_TABLE:
-            with_fewer_registers(row, features).check_feasible(row.head_dim, row.head_dim_v)
+            backward_config(row, features).check_feasible(row.head_dim, row.head_dim_v)
     assert scaled.scales_gradients
     assert not Features(score_mod=trace_score(lambda s, b, h, q, k, t: s + q, ())).scales_gradients
 

@@ -41,12 +41,12 @@ class RaggedKeyGrid:
 
     def __init__(self, table: SequenceTable, spec: BackwardSpec, heads: tuple[Int32, Int32], num_ctas: Int32):
         self.table, self.spec, self.heads, self.num_ctas = table, spec, heads, num_ctas
-        self.num_tiles = table.num_tiles()
+        self.num_tiles, self.sample = table.num_tiles(), table.sample(cute.arch.lane_idx())
 
     @cute.jit
     def locate(self, tile: Int32, lane: Int32):
         """Coordinates of a tile, with the batch index of its sequence, and that sequence's queries and keys."""
-        sequence = self.table.find(tile, lane)
+        sequence = self.table.find(tile, lane, self.sample)
         seqlens = (maximum(sequence.others.length, 1), sequence.rows.length)
         grid = key_tile_grid(self.spec, seqlens, self.heads, 1, self.num_ctas)
         n_block, head, _ = grid.coord(tile - sequence.first_tile)

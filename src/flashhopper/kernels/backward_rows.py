@@ -47,7 +47,7 @@ def ragged_ctas(first_tiles: cute.Tensor, total_rows: Int32, num_heads: Int32) -
 @cute.jit
 def ragged_block(table: SequenceTable, cta: Int32, lane: Int32):
     """The block of a CTA whose tile exists, and whether its rows are a sequence's."""
-    sequence = table.find(cta // BLOCKS_PER_TILE, lane)
+    sequence = table.find(cta // BLOCKS_PER_TILE, lane, table.sample(lane))
     rows = sequence.rows
     head, tile = divide(cta // BLOCKS_PER_TILE - sequence.first_tile, ceil_div(rows.length, ROW_PADDING))
     row_block = BLOCKS_PER_TILE * tile + cta % BLOCKS_PER_TILE

@@ -45,7 +45,7 @@ class Producer:
         num_stages = self.cta.spec.config.num_stages
         q_state = RingState.start(self.cta.spec.config.num_q_stages)
         k_state, v_state = RingState.start(num_stages), RingState.start(num_stages)
-        item = self.cta.scheduler.first_item()
+        item = self.cta.scheduler.first_item(self.lane)
         while item.tile >= 0:
             item, k_state, v_state = self.load_item(item, q_state, k_state, v_state)
             q_state = q_state.next()

@@ -90,15 +90,15 @@ class RaggedGrid:
         """``heads``: of Q and of K. ``num_ctas``: that run at once."""
         self.table, self.spec, self.heads, self.num_ctas = table, spec, heads, num_ctas
 
-    @property
-    def num_tiles(self) -> Int32:
-        """Read where it is asked for: the table is there once the schedule kernel has ended."""
-        return self.table.num_tiles()
+    def begin(self, lane: Int32) -> None:
+        """The producer, before all else: what it needs of the table for every tile, once the schedule kernel has ended.
+        Read between two tiles it delays the second."""
+        self.num_tiles, self.sample = self.table.num_tiles(), self.table.sample(lane)
 
     @cute.jit
     def locate(self, tile: Int32, lane: Int32):
         """Coordinates of a tile, with the batch index of its sequence, and that sequence's queries and keys."""
-        sequence = self.table.find(tile, lane)
+        sequence = self.table.find(tile, lane, self.sample)
         num_heads, num_heads_k = self.heads
         extents_q = (sequence.rows.length, num_heads)
         extents_k = (maximum(sequence.others.length, 1), num_heads_k)
@@ -199,11 +199,12 @@ class TileScheduler:
         self.num_ctas, _, _ = cute.arch.grid_dim()
 
     @cute.jit
-    def first_item(self):
+    def first_item(self, lane: Int32):
         """The CTA's own tile. There is none for it if the grid is larger than a ragged batch."""
         cta, _, _ = cute.arch.block_idx()
         tile = cta
         if const_expr(isinstance(self.grid, RaggedGrid)):
+            self.grid.begin(lane)
             tile = cta if cta < self.grid.num_tiles else Int32(NO_TILE)
         return WorkItem(tile, Int32(0), Int32(NO_TILE), cta, Int32(0), Int32(0), Int32(1))
 
