@@ -9,13 +9,15 @@ import torch
 from extra_specs import EXTRA_SPECS
 
 from flashhopper import launch
-from flashhopper.config import KernelSpec
+from flashhopper.config import ForwardConfig, KernelSpec
 from flashhopper.kernel_list import forward_specs
+from flashhopper.kernels.tile_scheduler import Mailbox
 from flashhopper.options import AttentionOptions
 from flashhopper.reference import attention
 
 TABLE = {"table_d64": (64, False), "table_d128": (128, True), "table_d256": (256, True)}
 EXTRA = ("ping_pong_of_3", "single", "no_tma_store")
+RESERVED_BYTES = 1024  # at the beginning of shared memory, which are the system's
 
 
 def workload() -> list[KernelSpec]:
@@ -23,6 +25,13 @@ def workload() -> list[KernelSpec]:
     table = [spec for spec in forward_specs() if spec.dtype == "bfloat16" and spec.head_dim == spec.head_dim_v]
     chosen = [[s for s in table if (s.head_dim, s.causal) == wanted][-1] for wanted in TABLE.values()]
     return chosen + [EXTRA_SPECS[name] for name in EXTRA]
+
+
+def item_words(config: ForwardConfig) -> tuple[int, int]:
+    """First and end address of the items in shared memory: after the barriers of Q, K, V and the verdicts."""
+    barriers = 2 * (config.num_q_stages + 2 * config.num_stages) + Mailbox.VERDICTS
+    first = RESERVED_BYTES + 8 * barriers
+    return first, first + 4 * Mailbox.ITEM_WORDS * config.num_q_stages
 
 
 def is_right(spec: KernelSpec, seqlen_q: int, seqlen_k: int, spike: bool) -> bool:
@@ -33,6 +42,8 @@ def is_right(spec: KernelSpec, seqlen_q: int, seqlen_k: int, spike: bool) -> boo
     if spike:
         q[..., 5], k[:, 0, :, 5] = 32.0, 1e4
     on_card = (x.cuda() for x in (q, k, v))
+    first, end = item_words(spec.config)
+    print(f"{spec.name}: items at {first:#x} to {end:#x}", flush=True)
     out, lse = launch.forward(*on_card, AttentionOptions(causal=spec.causal), config=spec.config)
     ref, ref_lse = attention(q.float(), k.float(), v.float(), softmax_scale=head_dim**-0.5, causal=spec.causal)
     right = (out.cpu().float() - ref).abs().max() < 0.05 and torch.allclose(lse.cpu(), ref_lse, atol=1e-3, rtol=1e-5)
