@@ -155,7 +155,7 @@ def outliers(seqlen: int, generator: torch.Generator) -> torch.Tensor:
 def test_the_accuracy_bar_on_outliers(seed: int) -> None:
     """4k keys, head_dim 128: at most 9.1e-3, and half of one scale per tensor.
 
-    The mean of 32 seeds: over 96 of them the mean was 8.7e-3 and the standard deviation 0.6e-3, so that 8, which once had
+    The mean of 32 seeds: over 96 of them the mean was 8.7e-3 and the standard deviation 0.6e-3, so that 8, which had
     9.42e-3, leave it to luck.
     """
     errors: dict[str, list[float]] = {"ours": [], "per tensor": []}
