@@ -151,7 +151,7 @@ def attention(
     """Out, in the dtype that was quantised (bfloat16 for raw FP8), and LSE; neither is differentiable."""
     key: Any = None
     is_plain = ragged is None and descales is NO_DESCALES and softmax_tensors is NO_SOFTMAX_TENSORS
-    if is_plain and type(q) is type(k) is type(v) is Fp8Tensor and q.sequences is None:
+    if is_plain and accumulate in ACCUMULATE and type(q) is type(k) is type(v) is Fp8Tensor and q.sequences is None:
         key = id(options), accumulate, q.facts, k.facts, v.facts
         known = _known.get(key)
         if known is not None:

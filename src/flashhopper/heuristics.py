@@ -189,7 +189,8 @@ TILE_TABLE: tuple[TileRow, ...] = (
         ForwardConfig(128, 64, num_stages=2, num_o_parts=2, warpgroup_order="ping_pong"),
         "507, 649, 724 and 722 TFLOPS at 512, 2k, 8k and 16k keys, causal 406, 629, 729 and 730; causal and free 409, "
         "619, 683 and 684; O in 4 parts 1 % less; with O in Q's bytes, so that the next Q comes when O has left, "
-        "causal 348 to 394 and 593 to 618 at 512 and 2k keys; then 80 keys 470 against 493 at 512, 727 to 736 at 8k",
+        "in another run causal 348 to 394 and 593 to 618 at 512 and 2k keys; so before: 80 keys 470 to 493 at 512, 727 "
+        "to 736 at 8k",
     ),
 )
 
@@ -275,7 +276,7 @@ BACKWARD_TABLE: tuple[BackwardRow, ...] = (
 
 
 def is_masked(problem: AttentionProblem) -> bool:
-    """Whether tiles differ in length: such problems take the rows of causal masks."""
+    """Whether tiles of the forward differ in length: such problems take the rows of causal masks."""
     return problem.mask.causal or problem.mask.window is not None or problem.ragged is not None
 
 

@@ -42,11 +42,9 @@ def all_specs(features: Features = PLAIN, fp8_dtypes: Sequence[Dtype] = (E4M3,))
     return [*forward_specs(features), *backward_specs(features), *schedules, *dict.fromkeys(fp8)]
 
 
-def _masks(features: Features) -> list[tuple[bool, bool]]:
-    """The causal flags of specs, each with that of the tables' rows that serve it: ``heuristics.is_masked``."""
-    if features.window:
-        return [(False, True)]
-    return [(causal, causal or features.ragged) for causal in (False, True)]
+def _causal_flags(features: Features) -> tuple[bool, ...]:
+    """Of specs: a window is never causal beside."""
+    return (False,) if features.window else (False, True)
 
 
 def forward_specs(features: Features = PLAIN) -> list[KernelSpec]:
@@ -60,8 +58,8 @@ def forward_specs(features: Features = PLAIN) -> list[KernelSpec]:
             forward_config(row, dtype, features, causal),
             features,
         )
-        for causal, is_masked in _masks(features)
-        for row in rows_of(is_masked)
+        for causal in _causal_flags(features)
+        for row in rows_of(causal or features.window or features.ragged)
         for dtype in DTYPES.values()
     )
     return list(dict.fromkeys(specs))  # features may make two rows one
@@ -77,7 +75,7 @@ def backward_specs(features: Features = PLAIN) -> list[AnySpec]:
         )
         for row in BACKWARD_TABLE
         for dtype in DTYPES.values()
-        for causal, _ in _masks(features)
+        for causal in _causal_flags(features)
         if row.causal in (None, causal or features.window)
         for deterministic in flags
     ]
@@ -99,14 +97,15 @@ def backward_specs(features: Features = PLAIN) -> list[AnySpec]:
 
 def fp8_specs(features: Features = PLAIN, dtype: Dtype = E4M3) -> list[KernelSpec]:
     """Every kernel that ``heuristics_fp8.select_fp8_spec`` can choose for exactly these features and this type."""
-    return [
+    specs = (
         row.spec(out_dtype, causal, fast, is_centered, features=features, dtype=dtype)
         for row in FP8_TABLE
         for out_dtype in DTYPES.values()
-        for causal, _ in _masks(features)
+        for causal in _causal_flags(features)
         for fast in (False, True)
         for is_centered in ((True,) if fast else (False, True))
-    ]
+    )
+    return list(dict.fromkeys(specs))  # rows share configurations
 
 
 def quantize_specs(ragged: bool = False, out_dtype: Dtype = E4M3) -> list[QuantizeSpec]:

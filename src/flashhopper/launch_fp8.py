@@ -34,7 +34,7 @@ SIGN_WORDS = 8
 
 def _loadable(x: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy, with a base address and strides that are multiples of 16 bytes."""
-    if x.is_contiguous() and x.stride(-2) * x.element_size() % TMA_ALIGNMENT == 0:  # strides are multiples of the last
+    if x.is_contiguous() and not any(stride * x.element_size() % TMA_ALIGNMENT for stride in x.stride()[:-1]):
         return aligned(x)
     view = TmaView(TensorFacts.of(x))
     return aligned(view(x) if view.changes else x)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flashhopper import fp8, ops, torch_library_fp8
-from flashhopper.fp8 import Accumulate, Descales
+from flashhopper.fp8 import NO_DESCALES, Accumulate, Descales
 from flashhopper.fp8_tensor import Fp8QKV, Fp8Recipe, Fp8Tensor, Lengths
 from flashhopper.launch_backward import Saved
 from flashhopper.options import AttentionOptions
@@ -59,7 +59,7 @@ class _Fp8Attention(torch.autograd.Function):
         ragged: RaggedTensors | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         quantised = fp8.quantize(q, k, v, recipe, Lengths.of(ragged))
-        out, lse = fp8.attention(*quantised, options, Descales(), accumulate, SoftmaxTensors(), ragged)
+        out, lse = fp8.attention(*quantised, options, NO_DESCALES, accumulate, NO_SOFTMAX_TENSORS, ragged)
         ctx.max_seqlens, lengths = ((), ()) if ragged is None else (ragged[:2], ragged[2:])
         ctx.save_for_backward(q, k, v, out, lse, *lengths)
         ctx.options = options

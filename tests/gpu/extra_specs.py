@@ -42,6 +42,7 @@ EXTRA_SPECS: dict[str, KernelSpec] = {
     "one_loop": _spec(D128, 128, True, split_masked_loop=False, softmax="exact"),
     "prefetch_in_turns": _spec(D64_SHORT, 64, True, warpgroup_order="ping_pong"),
     "one_warpgroup": _spec(D128, 128, False, tile_m=64, reallocate_registers=False),
+    "o_in_4_parts": _spec(D128, 128, True, num_o_parts=4),
     "no_tma_store": _spec(D128, 128, False, tma_store=False),
     "one_stage": _spec(D128, 128, False, num_stages=1),
     "q_in_registers": _spec(D128, 128, True, q_in_registers=True),

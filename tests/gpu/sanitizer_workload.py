@@ -15,7 +15,7 @@ from flashhopper.kernels.tile_scheduler import Mailbox
 from flashhopper.options import AttentionOptions
 from flashhopper.reference import attention
 
-TABLE = {"table_d64": (64, False), "table_d128": (128, True), "table_d256": (256, True)}
+TABLE = {"table_d64": (64, False), "table_d64_causal": (64, True), "table_d128": (128, True), "table_d256": (256, True)}
 EXTRA = ("ping_pong_of_3", "single", "no_tma_store")
 RESERVED_BYTES = 1024  # at the beginning of shared memory, which are the system's
 
@@ -24,14 +24,16 @@ def workload() -> list[KernelSpec]:
     """bfloat16, so with the lazy softmax and its redo."""
     table = [spec for spec in forward_specs() if spec.dtype == "bfloat16" and spec.head_dim == spec.head_dim_v]
     chosen = [[s for s in table if (s.head_dim, s.causal) == wanted][-1] for wanted in TABLE.values()]
+    assert {spec.config.items_by_shuffle for spec in chosen} == {False, True}
     return chosen + [EXTRA_SPECS[name] for name in EXTRA]
 
 
 def item_words(config: ForwardConfig) -> tuple[int, int]:
-    """First and end address of the items in shared memory: after the barriers of Q, K, V and the verdicts."""
+    """First and end address of the items in shared memory: after the barriers of Q, K, V and the verdicts. Nothing if
+    they are not handed on by shuffles, which racecheck cannot follow."""
     barriers = 2 * (config.num_q_stages + 2 * config.num_stages) + Mailbox.VERDICTS
     first = RESERVED_BYTES + 8 * barriers
-    return first, first + 4 * Mailbox.ITEM_WORDS * config.num_q_stages
+    return first, first + (4 * Mailbox.ITEM_WORDS * config.num_q_stages if config.items_by_shuffle else 0)
 
 
 def is_right(spec: KernelSpec, seqlen_q: int, seqlen_k: int, spike: bool) -> bool:

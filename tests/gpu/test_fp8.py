@@ -44,6 +44,14 @@ def test_raw_values_are_transposed(seqlen: int) -> None:
     assert same_bits(launch_fp8.transpose_values(data.cuda()), reference_fp8.transpose_values(data))
 
 
+def test_strides_of_extents_of_1_do_not_matter() -> None:
+    """A decoding step out of a larger tensor: contiguous, with strides that TMA would not take."""
+    q, k, v = (torch.randn(1, s, 2, 64, device="cuda").to(E4M3) for s in (1, 300, 300))
+    apart = torch.zeros(4, 1, 136, device="cuda").to(E4M3)[:, :, :128].view(4, 1, 2, 64)[:1].copy_(q)
+    assert (apart.stride(), apart.is_contiguous()) == ((136, 128, 64, 1), True)
+    assert torch.equal(flash_attn_func(apart, k, v), flash_attn_func(q, k, v))
+
+
 @pytest.mark.parametrize("accumulate", ["two_level", "fast"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("row", FP8_TABLE, ids=lambda row: f"{row.head_dim}-{row.head_dim_v}")
@@ -155,8 +163,8 @@ def outliers(seqlen: int, generator: torch.Generator) -> torch.Tensor:
 def test_the_accuracy_bar_on_outliers(seed: int) -> None:
     """4k keys, head_dim 128: at most 9.1e-3, and half of one scale per tensor.
 
-    The mean of 32 seeds: over 96 of them the mean was 8.7e-3 and the standard deviation 0.6e-3, so that 8, which had
-    9.42e-3, leave it to luck.
+    The mean of 32 seeds: of the first 96 the mean is 8.7e-3, that of eights 8.3e-3 to 9.0e-3, and of others it was
+    9.42e-3 once, where one scale per tensor had more than elsewhere too (2.08e-2, the mean is 1.99e-2).
     """
     errors: dict[str, list[float]] = {"ours": [], "per tensor": []}
     for number in range(32):

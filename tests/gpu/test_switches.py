@@ -41,6 +41,7 @@ def test_every_switch_is_covered() -> None:
         expected = {False, True} if isinstance(field.default, bool) else SWITCHES.get(field.name, set())
         assert expected <= found, field.name
     assert {1, 2} <= {spec.config.num_stages for spec in specs}
+    assert {1, 2, 4} <= {spec.config.num_o_parts for spec in specs}
     assert {64, 128, 192, 256} == {spec.config.tile_m for spec in specs}
 
 

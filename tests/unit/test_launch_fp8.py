@@ -12,7 +12,7 @@ import torch
 from posed_card import EMPTY_ON_CPU
 from ragged import Batch, Side
 
-from flashhopper import current, fp8, launch, launch_fp8, launch_schedule, quantize_fp8
+from flashhopper import current, flash_attn_fp8_func, fp8, launch, launch_fp8, launch_schedule, quantize_fp8
 from flashhopper.config import Features, KernelSpec, QuantizeRowsSpec, QuantizeValuesSpec, ScheduleSpec, ValueScalesSpec
 from flashhopper.fp8 import Descales, checked_inputs
 from flashhopper.kernels.features import FeatureArgs
@@ -23,6 +23,7 @@ from flashhopper.reference_fp8_varlen import Sequences
 
 BF16 = torch.bfloat16
 Calls = list[tuple[Any, tuple[Any, ...]]]
+Checks = list[tuple[Any, ...]]
 BATCH = Batch(Side([70, 0, 40], [70, 0, 30], 3), Side([130, 20, 200]))
 
 
@@ -208,27 +209,27 @@ def test_raw_values_are_taken_as_not_centred(calls: Calls) -> None:
     assert calls[-1][0].config.flush_blocks == 16
 
 
-def test_calls_that_are_alike_are_checked_once(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: list[Any] = []
-
-    def check(*arguments: Any) -> Any:
-        checked.append(arguments)
-        return posed_inputs(*arguments)
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> Checks:
+    """The arguments of every check. What was checked claims to be on a card."""
+    found: Checks = []
 
     class OnCard(NamedTuple):
-        """Checked inputs that claim to be on a card."""
-
         problem: Any
         operands: Any
 
-    def posed_inputs(*arguments: Any) -> OnCard:
+    def check(*arguments: Any) -> OnCard:
+        found.append(arguments)
         inputs = checked_inputs(*arguments)
         facts = (x._replace(device=torch.device("cuda")) for x in inputs.problem[:3])
         return OnCard(inputs.problem._replace(**dict(zip("qkv", facts, strict=True))), inputs.operands)
 
     monkeypatch.setattr(fp8, "checked_inputs", check)
     monkeypatch.setattr(fp8, "_known", {})
+    return found
 
+
+def test_calls_that_are_alike_are_checked_once(calls: Calls, checks: Checks) -> None:
     def operands(seqlen: int = 150, center_v: bool = True, seed: int = 0) -> Any:
         q, k, v = (torch.randn(2, seqlen, 2, 64).to(BF16) for _ in "qkv")
         return quantize_fp8(q, k, v, center_v=center_v, seed=seed)
@@ -237,7 +238,7 @@ def test_calls_that_are_alike_are_checked_once(calls: Calls, monkeypatch: pytest
         fp8.attention(*quantised, options, fp8.NO_DESCALES, accumulate, NO_SOFTMAX_TENSORS)
 
     options, other = AttentionOptions(causal=True), AttentionOptions()
-    for step, (quantised, chosen, accumulate, num_checked) in enumerate(
+    for step, (quantised, chosen, accumulate, num_checks) in enumerate(
         [
             (operands(), options, "two_level", 1),
             (operands(), options, "two_level", 1),
@@ -249,13 +250,43 @@ def test_calls_that_are_alike_are_checked_once(calls: Calls, monkeypatch: pytest
         ]
     ):
         call(quantised, chosen, accumulate)
-        assert len(checked) == num_checked
+        assert len(checks) == num_checks
         spec, arguments = calls[step]
         assert spec.causal == chosen.causal
         assert arguments[0].data_ptr() == quantised.q.data.data_ptr()
         assert [x.data_ptr() for x in arguments[6:9]] == [x.scale.data_ptr() for x in quantised]
-    with pytest.raises(ValueError, match="fp8_accumulate"):
-        call(operands(), options, "slow")
+    for wrong in ("slow", ["two_level"], None):
+        with pytest.raises(ValueError, match="fp8_accumulate"):
+            call(operands(), options, wrong)
     q, k, v = operands(seed=5).q, *operands()[1:]
     with pytest.raises(ValueError, match="seed 5"):
         call((q, k, v), options, "two_level")
+
+
+def test_calls_from_16_bits_that_are_alike_are_checked_once(calls: Calls, checks: Checks) -> None:
+    q, k, v = (torch.randn(2, 150, 2, 64).to(BF16) for _ in "qkv")
+    for x in (q, q.clone().requires_grad_()):
+        flash_attn_fp8_func(x, k, v, causal=True)
+        assert len(checks) == 1
+    flash_attn_fp8_func(q, k, v)
+    assert len(checks) == 2
+    assert [spec.causal for spec, _ in calls] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    "shape, strides, dtype, unit",
+    [
+        ((1, 1, 2, 64), (136, 128, 64, 1), E4M3, 16),
+        ((1, 1, 1, 64), (132, 132, 64, 1), BF16, 8),
+        ((1, 1, 2, 64), (128, 4, 64, 1), BF16, 8),
+    ],
+)
+def test_strides_of_extents_of_1_become_what_tma_takes(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, unit: int
+) -> None:
+    x = torch.randn(1000).to(dtype).as_strided(shape, strides)
+    assert x.is_contiguous()
+    view = launch_fp8._loadable(x)
+    assert all(stride % unit == 0 for stride in view.stride()[:-1])
+    assert view.data_ptr() == x.data_ptr()
+    assert torch.equal(view.float(), x.float())

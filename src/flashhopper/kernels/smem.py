@@ -47,15 +47,13 @@ class TileLayouts(NamedTuple):
     Q: cute.ComposedLayout  # (tile_m, head_dim, num_q_stages)
     K: cute.ComposedLayout  # (tile_n, head_dim, num_stages)
     V: cute.ComposedLayout  # (head_dim_v, tile_n, num_stages)
-    O: cute.ComposedLayout  # (64, head_dim_v, num_consumer_warpgroups · output_parts)  # noqa: E741 - the operand's name
+    O: cute.ComposedLayout  # (64, staged_columns, num_consumer_warpgroups · output_tiles)  # noqa: E741 - the operand's name
 
     @classmethod
     def create(cls, spec: KernelSpec, element: Any, out_element: Any, value_major: OperandMajorMode) -> "TileLayouts":
         config, row = spec.config, LayoutEnum.ROW_MAJOR
         order_V = row if value_major == OperandMajorMode.K else LayoutEnum.COL_MAJOR
         tile_m, tile_n, stages = config.tile_m, config.tile_n, config.num_stages
-        # O's rows of one warpgroup lie on the bytes of the same rows of Q when both share a buffer: the row blocks of
-        # all warpgroups come before the next 128-byte column block, as in Q's layout.
         kind = sm90.get_smem_layout_atom(row, out_element, staged_columns(spec))
         atom = warpgroup.make_smem_layout_atom(kind, out_element)
         return cls(

@@ -87,7 +87,8 @@ class RaggedGrid:
     """Order of the tiles of a ragged batch: sequence after sequence, within each as :class:`TileGrid` has it."""
 
     def __init__(self, table: SequenceTable, spec: KernelSpec, heads: tuple[Int32, Int32], num_ctas: Int32):
-        """``heads``: of Q and of K. ``num_ctas``: that run at once."""
+        """``heads``: of Q and of K. ``num_ctas``: that run at once. ``num_tiles`` and the table's sample are there from
+        :meth:`begin` on."""
         self.table, self.spec, self.heads, self.num_ctas = table, spec, heads, num_ctas
 
     def begin(self, lane: Int32) -> None:
