@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import io
+import itertools
 import json
 import random
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from flashhopper.bench.grid import HEAD_DIMS, SEQLENS, Cell, grid, short_seqlen
 from flashhopper.bench.passes import BACKWARD, FORWARD, NAMES, OURS, PEERS, TRAIN
 from flashhopper.bench.peers import all_peers
 from flashhopper.bench.results import Row, compare, read_results, summarise, write_json
-from flashhopper.bench.timing import Candidate, Plan
+from flashhopper.bench.timing import Candidate, Plan, balanced_orders
 from flashhopper.cli import bench as cli
 from flashhopper.cli.arguments import CANNOT_RUN
 
@@ -99,6 +101,23 @@ def test_rounds_are_interleaved_and_medians_right() -> None:
         assert sorted(order) == ["a", "b", "c"]
         orders.append(tuple(order))
     assert len(set(orders)) > 1, "no implementation always follows the same neighbour"
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_each_implementation_follows_each_other_one_equally_often(count: int) -> None:
+    cycle = count if count % 2 == 0 else 2 * count
+    orders = balanced_orders(count, random.Random(count))
+    for _ in range(3):
+        taken = list(itertools.islice(orders, cycle))
+        assert all(sorted(order) == list(range(count)) for order in taken)
+        pairs = Counter(pair for order in taken for pair in itertools.pairwise(order))
+        assert pairs == dict.fromkeys(itertools.permutations(range(count), 2), 1 + count % 2)
+        places = [Counter(order[place] for order in taken) for place in range(count)]
+        assert all(set(found.values()) == {cycle // count} for found in places)
+
+
+def test_orders_of_nothing_end() -> None:
+    assert list(balanced_orders(0, random.Random(0))) == []
 
 
 def test_a_throttling_card_does_not_favour_whoever_is_first() -> None:

@@ -7,10 +7,11 @@ rounds, one sample of each per round, and compared by medians.
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -102,9 +103,10 @@ def time_launches(candidate: Candidate, launches: int, clock: Clock, lead_in: in
 def measure(candidates: Sequence[Candidate], plan: Plan, clock: Clock, rng: random.Random) -> dict[str, list[float]]:
     """Milliseconds per launch, one sample per candidate and round.
 
-    Each round visits the candidates in a fresh order: power control reacts within tens of milliseconds, so whoever
-    always ran after the coolest kernel would be flattered. For the same reason a sample starts with launches that are
-    not counted. The host queues a whole round before it waits, so that the card never idles between samples.
+    Each round visits the candidates in another order: power control reacts within tens of milliseconds, so whoever ran
+    after the coolest kernel more often than others would be flattered, see :func:`balanced_orders`. For the same reason
+    a sample starts with launches that are not counted. The host queues a whole round before it waits, so that the card
+    never idles between samples.
     """
     launches = {c.name: plan.launches(time_launches(c, SIZING_LAUNCHES, clock, lead_in=1)) for c in candidates}
     started = clock.now()
@@ -115,19 +117,31 @@ def measure(candidates: Sequence[Candidate], plan: Plan, clock: Clock, rng: rand
 
     samples: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
     started = clock.now()
-    for done in range(plan.max_rounds):
+    for done, order in enumerate(itertools.islice(balanced_orders(len(candidates), rng), plan.max_rounds)):
         if done >= plan.min_rounds and clock.now() - started >= plan.seconds:
             break
-        for name, milliseconds in _round(candidates, launches, clock, rng).items():
+        for name, milliseconds in _round([candidates[i] for i in order], launches, clock).items():
             samples[name].append(milliseconds)
     return samples
 
 
-def _round(
-    candidates: Sequence[Candidate], launches: dict[str, int], clock: Clock, rng: random.Random
-) -> dict[str, float]:
-    order = list(candidates)
-    rng.shuffle(order)
+def balanced_orders(count: int, rng: random.Random) -> Iterator[list[int]]:
+    """Orders of ``count`` things without end, such that each runs right after each other one equally often: once in
+    ``count`` orders if that is even, else twice in 2 · ``count``, after which other orders follow (Williams,
+    "Experimental designs balanced for the estimation of residual effects of treatments", 1949)."""
+    if count == 0:
+        return
+    first = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(count)]  # 0, 1, -1, 2, -2, …
+    while True:
+        names = rng.sample(range(count), count)
+        orders = [[names[(place + step) % count] for place in first] for step in range(count)]
+        if count % 2:
+            orders += [order[::-1] for order in orders]
+        rng.shuffle(orders)
+        yield from orders
+
+
+def _round(order: Sequence[Candidate], launches: dict[str, int], clock: Clock) -> dict[str, float]:
     marks = {}
     for candidate in order:
         count = launches[candidate.name]
