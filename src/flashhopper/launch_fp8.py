@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import lru_cache
 from typing import Any
 
@@ -83,7 +84,7 @@ class _Blocks:
         return x if self.sequences is None else x[0]
 
 
-class _DensePlan:
+class _DensePlan(ABC):
     """What quantises tensors with the same facts, of a dense batch that is not empty, needs beside them."""
 
     def __init__(self, facts: TensorFacts):
@@ -96,9 +97,9 @@ class _DensePlan:
                 return self(x)
         return self.launch(aligned(self.view(x) if self.view.changes else x))
 
+    @abstractmethod
     def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """For a tensor that TMA could load, on the current device."""
-        raise NotImplementedError
 
 
 class _RowsPlan(_DensePlan):
