@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 
-# With items_by_shuffle each lane of a consumer warp reads a word of the item and hands it on by shuffles, after which
-# lane 0 gives the slot back. A shuffle waits until every lane has the value it passes on, so that nothing is read later
-# than the slot is written again, but the tool knows of no order that shuffles make.
+# Each lane of a consumer warp reads words of the item, and lane 0 gives the slot back: behind __syncwarp or, with
+# items_by_shuffle, behind shuffles, which wait until every lane has the value it passes on. Nothing is read later than
+# the slot is written again, but the tool follows an mbarrier's order for the lane that arrives at it alone, not for
+# lanes that this one has waited for.
 ITEMS = re.compile(r"items at (0x[0-9a-f]+) to (0x[0-9a-f]+)")
 HAZARD = re.compile(r"Potential (\w+) hazard detected at __shared__ (0x[0-9a-f]+)")
 SUMMARY = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?, (\d+) warnings?\)")

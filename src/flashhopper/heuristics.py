@@ -61,7 +61,6 @@ _D64_FOUR = ForwardConfig(256, 64, num_stages=5, num_q_stages=2, prefetch_scores
 _D64_TWO = ForwardConfig(128, 128, num_stages=4, num_q_stages=2, prefetch_scores=True)
 _D96_TWO = ForwardConfig(128, 128, num_stages=3, num_q_stages=2)
 _D96 = ForwardConfig(192, 96, num_stages=2, num_q_stages=2, warpgroup_order="ping_pong")
-_D96_TWO_REASON = "up to 1k keys: 445 against 402 TFLOPS with 192 rows (512 keys), causal 295 to 290"
 _D128 = ForwardConfig(192, 64, num_stages=4)
 _D128_EXACT = ForwardConfig(128, 128, num_stages=2, num_q_stages=2, softmax="exact")
 _D128_EXACT_REASON = (
@@ -109,23 +108,51 @@ TILE_TABLE: tuple[TileRow, ...] = (
         "516 and 570; 192 rows 224, 298, 392, 460 and 552; 80 keys, which spill, 486 at 16k, 48 keys 509; exact at "
         "512, 2k and 16k 235, 387 and 491, 192 rows 185, 343 and 498, 128 rows 205, 351 and 443",
     ),
-    *_rows(96, 96, _D96_TWO, _D96_TWO_REASON, 1024),
+    TileRow(
+        96,
+        96,
+        False,
+        1024,
+        replace(_D96_TWO, prefetch_scores=True),
+        "431 and 506 TFLOPS at 512 and 1k keys, without first scores ahead 426 and 499; with 192 rows 10 % less at 512",
+        _D96_TWO,
+    ),
+    TileRow(
+        96,
+        96,
+        True,
+        1024,
+        replace(_D96_TWO, warpgroup_order="relay", group_waves=CAUSAL_WAVES),
+        "280 and 385 TFLOPS at 512 and 1k keys, in turns 279 and 385, staggered 266 and 354, read in place 274 and 380",
+        replace(_D96_TWO, group_waves=CAUSAL_WAVES),
+    ),
     TileRow(
         96,
         96,
         False,
         None,
-        ForwardConfig(192, 64, num_stages=4, warpgroup_order="relay"),
-        "671 and 624 TFLOPS at 16k and 2k keys, staggered 659 and 621; 80 keys 667 and 615; 96 keys 622 and 582",
+        ForwardConfig(192, 64, num_stages=4),
+        "593, 627 and 654 TFLOPS at 2k, 4k and 16k keys; in relay 549, 574 and 596, with items read in place 590, 626 "
+        "and 652; so before, in place: 671 and 624 at 16k and 2k in relay; 80 keys 667 and 615; 96 keys 622 and 582",
         _D96,
     ),
     TileRow(
         96,
         96,
         True,
-        None,
+        2048,
         replace(_D96, group_waves=CAUSAL_WAVES),
-        "633 and 514 TFLOPS at 16k and 2k keys; 64 keys 577 and 481; 128 keys do not fit 160 registers",
+        "490 TFLOPS at 2k keys, 80 keys 481; 552 and 592 at 4k and 16k",
+    ),
+    TileRow(
+        96,
+        96,
+        True,
+        None,
+        replace(_D96, tile_n=80, group_waves=CAUSAL_WAVES),
+        "558 and 614 TFLOPS at 4k and 16k keys, 96 keys 552 and 592, with 3 stages 553 and 593; 64 keys were 9 % "
+        "slower than 96 at 16k; 128 keys do not fit 160 registers",
+        replace(_D96, group_waves=CAUSAL_WAVES),
     ),
     *_rows(128, 128, _D128_TWO, _D128_TWO_REASON, 1024, _D128_EXACT),
     TileRow(
@@ -197,10 +224,7 @@ TILE_TABLE: tuple[TileRow, ...] = (
 
 class BackwardRow(NamedTuple):
     """Serves head dims up to ``head_dim`` and ``head_dim_v`` and, if it is set, query sequences up to
-    ``max_seqlen_q``, with a causal mask if ``causal`` is True, without if False, either way if None.
-
-    No row is split by length now, but ``flashhopper tune`` says where that may pay.
-    """
+    ``max_seqlen_q``, with a causal mask if ``causal`` is True, without if False, either way if None."""
 
     head_dim: int
     head_dim_v: int
@@ -216,6 +240,15 @@ _D192_BACKWARD_REASON = (
     "192 321, 441 and 524, 201, 399 and 531; 1 stage of dS 1 to 10 % slower; alone, with 64 columns of dQ at a time, "
     "280, 411 and 472, 181, 354 and 466, and 279, 410 and 495, 185, 374 and 498"
 )
+
+_D96_BACKWARD = BackwardConfig(64, 128, num_q_stages=3, num_do_stages=3, dq_columns=96, num_dq_stages=2)
+_D128_BACKWARD = BackwardConfig(64, 128, num_dq_stages=2, num_k_stages=2, group_waves=8)
+_D128_BACKWARD_REASON = (
+    "two tiles of K and 2 stages of Q and dO: 353, 449, 534, 567 and 613 TFLOPS at 512, 1k, 2k, 4k and 16k queries, "
+    "causal 242, 369, 446, 520 and 599; one tile and 3 stages: 348, 426, 520, 565 and 612, causal 231, 360, 440, 515 "
+    "and 599; 1 stage of dQ 571 at 16k"
+)
+_D256_BACKWARD = BackwardConfig(64, 64, "operands", num_do_stages=1, num_ds_stages=1, paired=True)
 
 _D64_64_ROWS = BackwardConfig(
     64,
@@ -234,9 +267,10 @@ BACKWARD_TABLE: tuple[BackwardRow, ...] = (
     BackwardRow(
         64,
         64,
-        BackwardConfig(128, 128, num_q_stages=3, num_k_stages=2, group_waves=CAUSAL_WAVES),
-        "two tiles of K, 3 stages of Q and 1 of dQ: 229, 343, 430, 481 and 552 TFLOPS at 512, 1k, 2k, 4k and 16k "
-        "queries; 2 of each: 227, 337, 419, 469 and 527; one tile of K, 2 of dQ: 200, 304, 405, 468 and 555; 64 rows "
+        BackwardConfig(128, 128, num_q_stages=3, num_ds_stages=1, num_k_stages=2, group_waves=CAUSAL_WAVES),
+        "1 stage of dS: 218, 320, 407, 474 and 541 TFLOPS at 512, 1k, 2k, 4k and 16k queries, 2: 214, 310, 389, 452 "
+        "and 515; 4 stages of Q 214, 316, 403, 468 and 536. So before, with 2 stages of dS: 229, 343, 430, 481 and "
+        "552; 2 of Q and of dQ 227, 337, 419, 469 and 527; one tile of K, 2 of dQ: 200, 304, 405, 468 and 555; 64 rows "
         "and two tiles of K: 223, 324, 388, 411 and 466; 2 waves 7 % slower",
         causal=True,
     ),
@@ -251,26 +285,55 @@ BACKWARD_TABLE: tuple[BackwardRow, ...] = (
     BackwardRow(
         96,
         96,
-        BackwardConfig(64, 128, num_q_stages=3, num_do_stages=3, dq_columns=96, num_dq_stages=2),
-        "as head_dim 128 with dQ in one pass; not searched",
+        replace(_D96_BACKWARD, num_k_stages=2, group_waves=4),
+        "217, 328, 409, 470 and 532 TFLOPS at 512, 1k, 2k, 4k and 16k queries, with 2 waves 217, 312, 411, 463 and "
+        "533; one tile of K 9, 6, 4, 1 and 0 % less than 2 waves",
+        causal=True,
+    ),
+    BackwardRow(
+        96,
+        96,
+        replace(_D96_BACKWARD, num_ds_stages=1),
+        "330, 425, 485, 537 and 581 TFLOPS at 512, 1k, 2k, 4k and 16k queries; 2 stages of dS 325, 412, 468, 507 and "
+        "548, with two tiles of K 353, 435, 474, 512 and 543",
+        causal=False,
     ),
     BackwardRow(
         128,
         128,
-        BackwardConfig(64, 128, num_dq_stages=2, num_k_stages=2, group_waves=8),
-        "two tiles of K and 2 stages of Q and dO: 353, 449, 534, 567 and 613 TFLOPS at 512, 1k, 2k, 4k and 16k "
-        "queries, causal 242, 369, 446, 520 and 599; one tile and 3 stages: 348, 426, 520, 565 and 612, causal 231, "
-        "360, 440, 515 and 599; 1 stage of dQ 571 at 16k; 2 waves as 8",
+        replace(_D128_BACKWARD, group_waves=1),
+        "up to 1k queries: 360 and 444 TFLOPS at 512 and 1k, with 8 waves 336 and 441, but at 16k 606 to 599",
+        causal=False,
+        max_seqlen_q=1024,
+    ),
+    BackwardRow(128, 128, _D128_BACKWARD, _D128_BACKWARD_REASON, causal=False),
+    BackwardRow(128, 128, _D128_BACKWARD, _D128_BACKWARD_REASON, causal=True, max_seqlen_q=512),
+    BackwardRow(
+        128,
+        128,
+        replace(_D128_BACKWARD, num_ds_stages=1),
+        "342, 448, 515 and 596 TFLOPS at 1k, 2k, 4k and 16k queries, 2 stages of dS 340, 438, 513 and 588, but at 512 "
+        "233 to 232; else as up to 512 queries",
+        causal=True,
     ),
     BackwardRow(192, 128, _D192_BACKWARD, _D192_BACKWARD_REASON),
     BackwardRow(192, 192, _D192_BACKWARD, _D192_BACKWARD_REASON),
     BackwardRow(
         256,
         256,
-        BackwardConfig(64, 64, "operands", num_do_stages=1, num_ds_stages=1, paired=True),
-        "in pairs 321, 408, 461, 515 and 539 TFLOPS at 512, 1k, 2k, 4k and 16k queries, causal 214, 314, 411, 477 and "
-        "537; alone, with 128 columns of dQ at a time, 264, 345, 374, 408 and 445, 194, 281, 357, 405 and 436; in "
-        "pairs with 32 columns and 2 stages of dS 474 at 16k; with Q and dO multicast 509",
+        replace(_D256_BACKWARD, group_waves=1),
+        "312, 454 and 527 TFLOPS at 512, 2k and 16k queries, with 2 waves 300, 452 and 527; 32 columns of dQ and 2 "
+        "stages of it 298, 453 and 538; before, 321, 461 and 539: alone, with 128 columns of dQ at a time, 264, 374 "
+        "and 445; in pairs with 32 columns and 2 stages of dS 474 at 16k; with Q and dO multicast 509",
+        causal=False,
+    ),
+    BackwardRow(
+        256,
+        256,
+        replace(_D256_BACKWARD, wide_consumers=True),
+        "209, 397 and 534 TFLOPS at 512, 2k and 16k queries; with 192 registers 208, 388 and 514; 1 stage of Q and 2 "
+        "of dQ 208, 398 and 528; before, 214, 411 and 537: alone, with 128 columns of dQ at a time, 194, 357 and 436",
+        causal=True,
     ),
 )
 
@@ -366,6 +429,8 @@ def forward_config(row: TileRow, dtype: Dtype, features: Features = PLAIN, causa
         config = replace(capped(_D64_TWO if features.alibi else _D64), exp2_on_fma=exp2_on_fma)
     elif features.alibi and dims == (64, 64):
         config = capped(_D64)  # with a window too 1 register of 256 rows spills
+    elif features.alibi and dims == (96, 96) and config.tile_n == 80:
+        config = replace(config, tile_n=_D96.tile_n)  # with a window and softcap 1 register of 80 keys spills
     elif config.num_consumer_warpgroups == 4 and features.window:
         config = replace(config, warpgroup_order="free", items_by_shuffle=True)
     elif config.num_consumer_warpgroups == 4 and features.ragged:
@@ -425,8 +490,12 @@ def backward_config(row: BackwardRow, features: Features) -> BackwardConfig:
     490 TFLOPS, staggered 471 and 479, with 2 waves 476 and 487, with the row of masks 469 and 475.
     """
     dims = row.head_dim, row.head_dim_v
+    if (features.has_mods or features.softcap) and dims == (96, 96):
+        return replace(row.config, num_ds_stages=2)
     if (features.has_mods or features.softcap) and row.config.split == "operands":
         return replace(row.config, dq_columns=min(row.config.dq_columns, 64), wide_consumers=True)
+    if features.alibi and row.config.wide_consumers:
+        return replace(row.config, wide_consumers=False)  # up to 72 bytes spill with them
     if dims == (64, 64) and (features.softcap or features.alibi or features.has_mods):
         return _D64_64_ROWS
     if dims == (128, 128) and (features.softcap or features.has_mods):

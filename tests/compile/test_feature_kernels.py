@@ -27,11 +27,13 @@ FORWARD = {
         Features(window=True, chunk=True, ragged=True),
         Features(sink=True, ragged=True),
     ),
+    96: (Features(softcap=True, alibi=True, window=True),),
     128: (WINDOW, Features(window=True, chunk=True), RAGGED, SOFTCAP, Features(sink=True), Features(alibi=True)),
     256: (WINDOW, Features(window=True, ragged=True)),
 }
 BACKWARD = {
     64: (WINDOW, SOFTCAP, Features(alibi=True)),
+    96: (SOFTCAP,),
     128: (WINDOW, RAGGED, SOFTCAP),
     256: (Features(window=True, ragged=True), Features(alibi=True)),
 }

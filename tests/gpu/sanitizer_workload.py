@@ -29,11 +29,10 @@ def workload() -> list[KernelSpec]:
 
 
 def item_words(config: ForwardConfig) -> tuple[int, int]:
-    """First and end address of the items in shared memory: after the barriers of Q, K, V and the verdicts. Nothing if
-    they are not handed on by shuffles, which racecheck cannot follow."""
+    """First and end address of the items in shared memory: after the barriers of Q, K, V and the verdicts."""
     barriers = 2 * (config.num_q_stages + 2 * config.num_stages) + Mailbox.VERDICTS
     first = RESERVED_BYTES + 8 * barriers
-    return first, first + (4 * Mailbox.ITEM_WORDS * config.num_q_stages if config.items_by_shuffle else 0)
+    return first, first + 4 * Mailbox.ITEM_WORDS * config.num_q_stages
 
 
 def is_right(spec: KernelSpec, seqlen_q: int, seqlen_k: int, spike: bool) -> bool:

@@ -11,7 +11,7 @@ from posed_card import PosedCard, pose
 
 from flashhopper import flash_attn_func, flash_attn_varlen_func, launch, launch_backward, launch_schedule, plan_key
 from flashhopper.config import BackwardSpec, KernelSpec, PostprocessSpec, PreprocessSpec, ScheduleSpec
-from flashhopper.heuristics import TILE_TABLE
+from flashhopper.heuristics import BACKWARD_TABLE, TILE_TABLE
 from flashhopper.launch import TMA_ALIGNMENT
 from flashhopper.reference import attention
 
@@ -203,7 +203,9 @@ def test_new_lengths_are_no_new_plan(card: PosedCard) -> None:
 
 def test_lengths_between_which_something_differs_are_another_plan(card: PosedCard) -> None:
     q, lengths = packed(9), cu(0, 4, 9)
-    limits = sorted({row.max_seqlen_k for row in TILE_TABLE if row.max_seqlen_k is not None})
+    of_keys = {row.max_seqlen_k for row in TILE_TABLE if row.max_seqlen_k is not None}
+    of_queries = {row.max_seqlen_q for row in BACKWARD_TABLE if row.max_seqlen_q is not None}
+    limits = sorted(of_keys | of_queries)
     assert len(limits) > 1
     for longest in (5, *limits, *(limit + 1 for limit in limits), 10**6):
         flash_attn_varlen_func(q, q, q, lengths, lengths, longest, longest)

@@ -109,8 +109,8 @@ def test_a_row_that_nothing_beats_stays() -> None:
 
 
 def test_a_row_of_the_backward_can_be_split_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As hints say; no row of the table is."""
-    cells = [Cell.of("bfloat16", 128, True, s) for s in (512, 1024)]
+    """As hints say."""
+    cells = [Cell.of("bfloat16", 64, True, s) for s in (512, 1024)]
     (one,) = length_classes(cells, BACKWARD)
     (hint,) = made_up_finding(one, {DEFAULT: [1.0, 1.0], next(reversed(one.configs)): [2.0, 0.2]}).hints()
     assert hint.startswith("at 512 queries default is faster")
@@ -121,8 +121,8 @@ def test_a_row_of_the_backward_can_be_split_by_length(monkeypatch: pytest.Monkey
     for module in (heuristics, findings):
         monkeypatch.setattr(module, "BACKWARD_TABLE", table)
     assert [(str(part), part.row is short, part.cells) for part in length_classes(cells, BACKWARD)] == [
-        ("BACKWARD_TABLE d128 causal, queries up to 512", True, (cells[0],)),
-        ("BACKWARD_TABLE d128 causal", False, (cells[1],)),
+        ("BACKWARD_TABLE d64 causal, queries up to 512", True, (cells[0],)),
+        ("BACKWARD_TABLE d64 causal", False, (cells[1],)),
     ]
 
 
@@ -175,7 +175,7 @@ def test_all_rows_are_replaced_at_once_and_what_they_leave_is_named() -> None:
     rest = SOURCE[: SOURCE.index("TILE_TABLE: ")] + SOURCE[SOURCE.index("class BackwardRow") :]
     private = re.findall(r"^(_\w+) = ", rest, re.MULTILINE)
     of_the_table = [name for name in private if len(re.findall(rf"\b{name}\b", rest)) == 1]
-    assert {"_D96_TWO_REASON", "_D64_FOUR"} <= set(of_the_table)
+    assert {"_D128_TWO_REASON", "_D64_FOUR"} <= set(of_the_table)
     assert "_WITH_MODS" not in of_the_table
     assert unused_names(source) == of_the_table
 
@@ -184,7 +184,7 @@ def test_a_source_of_another_form_is_refused() -> None:
     row = TILE_TABLE[0]
     with pytest.raises(BenchError, match="not the one that is running"):
         replace_rows(SOURCE, "TILE_TABLE", TILE_TABLE[1:], {0: [row]})
-    edited = SOURCE.replace("_D96_TWO_REASON, 1024)", "_D96_TWO_REASON, 1025)")
+    edited = SOURCE.replace("_D128_TWO_REASON, 1024,", "_D128_TWO_REASON, 1025,")
     assert edited != SOURCE
     with pytest.raises(BenchError, match="not the one that is running"):
         replace_rows(edited, "TILE_TABLE", TILE_TABLE, {})
