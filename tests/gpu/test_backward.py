@@ -43,6 +43,7 @@ PAIRS += [(192, 128), (128, 192), (128, 64), (64, 128), (64, 256), (256, 64), (4
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 193, 320)
 UNEQUAL = [(113, 203), (203, 113), (1000, 777), (777, 1000), (1023, 2045), (2048, 2048), (1, 2048), (2048, 1)]
 UNEQUAL += [(5, 1500), (1500, 5), (64, 2048), (2048, 64)]
+OF_EACH_ROW = [(777, 900), (900, 333), (1, 640), (513, 1), (333, 512), (512, 77), (1025, 129), (1100, 200), (1300, 77)]
 
 
 @pytest.mark.parametrize("spec", MAIN_KERNELS, ids=lambda spec: spec.name)
@@ -50,7 +51,7 @@ def test_every_kernel_of_the_table(spec: BackwardSpec) -> None:
     options = AttentionOptions(causal=spec.causal, deterministic=spec.deterministic)
     dtype = TORCH_DTYPES[spec.dtype]
     checked = 0
-    for seqlen_q, seqlen_k in ((777, 900), (900, 333), (1, 640), (513, 1), (333, 512), (512, 77)):
+    for seqlen_q, seqlen_k in OF_EACH_ROW:
         shape = Shape(2, seqlen_q, seqlen_k, 6, 2, spec.head_dim, spec.head_dim_v)
         tensors = random_inputs(shape, dtype)
         if select_backward_spec(AttentionProblem.from_tensors(*tensors, options)) == spec:  # rows may end at a length
