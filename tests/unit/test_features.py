@@ -40,7 +40,7 @@ from flashhopper.kernel_list import all_specs, backward_specs, forward_specs, fp
 from flashhopper.launch import LOG2_E, SMALLEST_SCALE, UNBOUNDED, Given, KernelScales, given, kernel_window
 from flashhopper.launch_backward import Saved, _gradients_without_pairs
 from flashhopper.options import AttentionOptions
-from flashhopper.problem import AttentionProblem, RaggedFacts, RaggedTensors, SoftmaxTensors, TensorFacts
+from flashhopper.problem import DTYPES, AttentionProblem, RaggedFacts, RaggedTensors, SoftmaxTensors, TensorFacts
 from flashhopper.reference import attention
 
 CARD = torch.device("cuda:0")
@@ -87,7 +87,7 @@ def test_all_kernels_with_features_are_those_that_calls_choose(features: Feature
     asked += [options | {"causal": True} for options in asked]
     for options, deterministic in itertools.product(asked, (False, True)):
         for head_dims in itertools.product((64, 96, 128, 192, 256), repeat=2):
-            for seqlen, dtype in itertools.product((512, 1024, 4096, 8192), (torch.bfloat16, torch.float16)):
+            for seqlen, dtype in itertools.product((512, 1024, 2048, 4096, 8192), DTYPES):
                 one = problem(head_dims[0], seqlen, dtype, deterministic=deterministic, **options)
                 v = one.v._replace(shape=(*one.v.shape[:3], head_dims[1]))
                 found_forward.add(select_spec(one._replace(v=v)))
