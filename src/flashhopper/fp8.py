@@ -51,6 +51,7 @@ def quantize(
     that of the tensors' device."""
     recipe.validate()
     given: tuple[tuple[Role, torch.Tensor | None], ...] = (("q", q), ("k", k), ("v", v))
+    lengths.check_pairs()
     for name, x in given:
         if x is not None:
             check_source(name, x, lengths.side(name) is not None)

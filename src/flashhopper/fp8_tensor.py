@@ -130,6 +130,15 @@ class Lengths(NamedTuple):
             return None if self.cu_seqlens_q is None else Sequences("q", self.cu_seqlens_q, self.seqused_q)
         return None if self.cu_seqlens_k is None else Sequences("k", self.cu_seqlens_k, self.seqused_k)
 
+    def check_pairs(self) -> None:
+        """ValueError for used lengths of sequences that are not there: before tensors are taken for dense ones."""
+        for side, cu_seqlens, seqused in (
+            ("q", self.cu_seqlens_q, self.seqused_q),
+            ("k", self.cu_seqlens_k, self.seqused_k),
+        ):
+            if cu_seqlens is None and seqused is not None:
+                raise ValueError(f"seqused_{side} is given, cu_seqlens_{side} is not")
+
     def check(self, q: Any, k: Any, v: Any) -> None:
         """TypeError or ValueError for lengths that fit no tensor given."""
         for side, cu_seqlens, seqused, owner in (
@@ -137,8 +146,6 @@ class Lengths(NamedTuple):
             ("k", self.cu_seqlens_k, self.seqused_k, v if k is None else k),
         ):
             if cu_seqlens is None:
-                if seqused is not None:
-                    raise ValueError(f"seqused_{side} is given, cu_seqlens_{side} is not")
                 continue
             if owner is None:
                 raise ValueError(f"cu_seqlens_{side} is given, but no tensor whose sequences it could describe")

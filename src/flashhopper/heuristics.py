@@ -313,7 +313,7 @@ BACKWARD_TABLE: tuple[BackwardRow, ...] = (
         128,
         replace(_D128_BACKWARD, num_ds_stages=1),
         "342, 448, 515 and 596 TFLOPS at 1k, 2k, 4k and 16k queries, 2 stages of dS 340, 438, 513 and 588, but at 512 "
-        "233 to 232; else as up to 512 queries",
+        "233 to 232; with 2 stages of dS " + _D128_BACKWARD_REASON,
         causal=True,
     ),
     BackwardRow(192, 128, _D192_BACKWARD, _D192_BACKWARD_REASON),
@@ -480,6 +480,13 @@ def select_backward_spec(
     chosen = backward_config(row, features) if config is None else config
     flags = problem.mask.causal, problem.options.deterministic
     return BackwardSpec(DTYPES[problem.dtype], *dims, *flags, chosen, features)
+
+
+def within(spec: BackwardSpec, max_ctas: int) -> BackwardSpec:
+    """The kernel with as many CTAs on a tile as may run: where ``sm_margin`` leaves a single SM, a CTA works alone."""
+    if max_ctas < spec.config.num_ctas:
+        return replace(spec, config=replace(spec.config, paired=False))
+    return spec
 
 
 def backward_config(row: BackwardRow, features: Features) -> BackwardConfig:

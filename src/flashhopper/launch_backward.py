@@ -18,7 +18,7 @@ from flashhopper.config import (
     PreprocessSpec,
 )
 from flashhopper.device import hopper_multiprocessors
-from flashhopper.heuristics import features_of, select_backward_spec
+from flashhopper.heuristics import features_of, select_backward_spec, within
 from flashhopper.last_call import LastCalls
 from flashhopper.launch import Given, KernelScales, Layout, compact, given, kernel_tensors, kernel_window, with_batch
 from flashhopper.launch_schedule import MAX_TILES, Schedule
@@ -186,10 +186,7 @@ class _BackwardPlan:
         self.dtype, self.device, self.device_index = problem.dtype, problem.device, problem.device.index
         features = replace(features_of(problem, *(has or ())), sink=False)
         self.is_plain = features == PLAIN
-        spec = select_backward_spec(problem, config, features)
-        if self.max_ctas < spec.config.num_ctas:  # sm_margin leaves a single SM
-            spec = replace(spec, config=replace(spec.config, paired=False))
-        self.spec = spec
+        self.spec = spec = within(select_backward_spec(problem, config, features), self.max_ctas)
         self.heads, self.heads_k = problem.num_heads, problem.num_heads_k
         tensors: tuple[TensorFacts, ...] = (problem.q, problem.k, problem.v, *facts)
         self.schedules: tuple[Schedule, Schedule] | None = None

@@ -171,7 +171,7 @@ def attention(
     if plan is None:
         if sharding.is_dtensor(q):
             return sharding.attention(q, k, v, options, softmax_tensors, ragged)
-        if type(q) not in PLAIN_TENSORS and isinstance(q, torch.Tensor):  # another subclass
+        if any(map(_is_subclass, _tensors_of(q, k, v, softmax_tensors, ragged))):
             return torch_library.attention(q, k, v, options, softmax_tensors, ragged)
         if is_transformed:
             return torch_library.transformable_attention(q, k, v, options, softmax_tensors, ragged)
@@ -206,9 +206,10 @@ def attention_with_mods(
     mods = Mods.of(*functions)
     if mods is None:
         return attention(q, k, v, options, softmax_tensors, ragged)
-    is_tensor = isinstance(q, torch.Tensor)
-    is_recorded = _num_dispatch_modes() > 0 or (is_tensor and type(q) not in PLAIN_TENSORS)
-    if is_recorded or (is_tensor and q.is_cuda and _functorch_level() is not None):
+    is_recorded = _num_dispatch_modes() > 0 or any(
+        _is_subclass(x) for x in (q, k, v, *softmax_tensors, *(ragged or ()), *mods.tensors)
+    )
+    if is_recorded or (isinstance(q, torch.Tensor) and q.is_cuda and _functorch_level() is not None):
         raise NotImplementedError(
             "score_mod and mask_mod are not there for tensors that a graph, a dispatch mode or torch.func records;"
             " call eagerly, on plain tensors"
@@ -226,12 +227,26 @@ _unwrap_if_dead = torch._C._functorch.unwrap_if_dead
 _record = super(torch.autograd.Function, _Attention).apply
 
 
+def _is_subclass(x: Any) -> bool:
+    """Whether an operator has to be called, whose dispatch the subclass sees: a kernel would be given its address."""
+    return type(x) not in PLAIN_TENSORS and isinstance(x, torch.Tensor)
+
+
+def _tensors_of(q: Any, k: Any, v: Any, softmax_tensors: SoftmaxTensors, ragged: RaggedTensors | None) -> list[Any]:
+    """A call's tensors, and what else it has in their place; TypeError for a DTensor beside ``q``, which is none."""
+    others = {"k": k, "v": v, **softmax_tensors._asdict(), **({} if ragged is None else ragged._asdict())}
+    for name, tensor in others.items():
+        if sharding.is_dtensor(tensor):
+            raise TypeError(
+                f"{name} is a DTensor, q is a {type(q).__name__}: pass DTensors for q, k and v, or {name}.to_local()"
+            )
+    return [q, *others.values()]
+
+
 def is_recorded(q: torch.Tensor) -> bool:
     """By ``torch.compile``, a dispatch mode (fake tensors, selective checkpointing) or a tensor subclass such as
     DTensor."""
-    if _is_compiling() or _num_dispatch_modes() > 0:
-        return True
-    return type(q) not in PLAIN_TENSORS and isinstance(q, torch.Tensor)
+    return _is_compiling() or _num_dispatch_modes() > 0 or _is_subclass(q)
 
 
 def is_in_transform() -> bool:

@@ -349,7 +349,8 @@ def split_qkv(
         raise ValueError(f"qkv has shape {shape}; accepted are {at + 3} dimensions, or {at + 2} with num_heads_q")
     if not isinstance(num_heads_q, int) or isinstance(num_heads_q, bool):
         raise TypeError(f"num_heads_q must be an int for qkv of {at + 2} dimensions, got {type(num_heads_q).__name__}")
-    heads_k, odd = divmod(shape[at] - num_heads_q, 2)
+    rest = shape[at] - num_heads_q
+    heads_k, odd = rest // 2, rest % 2  # not divmod, which symbolic sizes do not have
     if num_heads_q < 1 or heads_k < 1 or odd:
         raise ValueError(
             f"qkv has shape {shape} with {shape[at]} heads; num_heads_q={num_heads_q} leaves no k and v alike"

@@ -43,6 +43,8 @@ CALLS = [
     ),
     ("--window", "127", "0", "--softcap", "30", "--sink", "--seqlen-k", "9000"),
     ("--attention-chunk", "512", "--head-dim", "72", "--sm-margin", "16"),
+    ("--head-dim", "256", "--sm-margin", "77"),
+    ("--head-dim", "256", "--sm-margin", "76"),
 ]
 
 
@@ -83,8 +85,33 @@ def test_tiles_against_the_number_of_multiprocessors() -> None:
     assert "tiles alike would keep them 77 % busy" in found[114].balance  # 352 of 4 x 114
     few = explain(problem("--heads", "12", "--heads-k", "3", "--seqlen", "1000", "--sm-margin", "2"), 132)
     assert [x.num_tiles for x in few] == [8 * 12, 8 * 3]
-    assert "34 of 130 are idle" in few[0].balance
-    assert "106 of 130 are idle" in few[1].balance
+    assert "34 of 130 SMs are idle" in few[0].balance
+    assert "106 of 130 SMs are idle" in few[1].balance
+
+
+def test_a_pair_of_ctas_shares_a_tile() -> None:
+    """17 tiles of 128 keys for each of 4 heads; then one."""
+    backward = explain(problem("--head-dim", "256", "--seqlen", "2112", "--heads", "4"), 132)[1]
+    assert backward.balance.startswith("68 tiles of 128 keys on 66 pairs of SMs: 1.03 a pair; ")
+    one = explain(problem("--head-dim", "256", "--seqlen", "64", "--heads", "1"), 132)[1]
+    assert one.balance == "1 tile of 128 keys, fewer than pairs of SMs or as many: 130 of 132 SMs are idle"
+
+
+@pytest.mark.parametrize(
+    "arguments, forward, backward",
+    [
+        (("--seqlen", "512"), "no mask, keys up to 1024", "no mask, queries up to 1024"),
+        (("--seqlen", "1025"), "no mask, keys over 1024", "no mask, queries over 1024"),
+        (("--seqlen", "513", "--causal"), "masked, keys up to 1024", "masked, queries over 512"),
+        (("--seqlen", "2048", "--causal", "--head-dim", "96"), "masked, keys over 1024 up to 2048", "any number of"),
+        (("--seqlen", "2049", "--causal", "--head-dim", "96"), "masked, keys over 2048", "any number of queries"),
+        (("--seqlen", "99", "--head-dim", "256"), "no mask, any number of keys", "no mask, any number of queries"),
+    ],
+)
+def test_the_lengths_that_a_row_serves(arguments: tuple[str, ...], forward: str, backward: str) -> None:
+    rows = [choice.row for choice in explain(problem(*arguments), 132)]
+    assert forward in rows[0]
+    assert backward in rows[1]
 
 
 def test_what_dtype_and_features_change_is_said() -> None:

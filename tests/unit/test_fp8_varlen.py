@@ -190,6 +190,7 @@ CU = torch.tensor([0, 3, 8], dtype=torch.int32)
         ({"k": ROWS, "cu_seqlens_k": [0, 8]}, TypeError, "cu_seqlens_k must be a torch.Tensor, got list"),
         ({"k": ROWS, "cu_seqlens_k": CU, "seqused_k": CU}, ValueError, "seqused_k has shape (3,), cu_seqlens_k (3,)"),
         ({"k": ROWS[None], "seqused_k": CU}, ValueError, "seqused_k is given, cu_seqlens_k is not"),
+        ({"q": ROWS, "seqused_q": CU}, ValueError, "seqused_q is given, cu_seqlens_q is not"),
         ({"q": ROWS[None], "cu_seqlens_k": CU}, ValueError, "cu_seqlens_k is given, but no tensor"),
         ({"k": ROWS, "cu_seqlens_k": CU.to("meta")}, ValueError, "cu_seqlens_k is on meta"),
         ({"k": ROWS, "cu_seqlens_k": CU + 1}, ValueError, "cu_seqlens_k begins with 1"),

@@ -186,3 +186,16 @@ def test_wrong_packed_tensors(shape: tuple[int, ...], num_heads_q: Any, error: t
     with pytest.raises(error) as raised:
         flash_attn_qkvpacked_func(torch.zeros(shape), num_heads_q=num_heads_q)
     assert fragment in str(raised.value)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_packed_tensors_with_any_number_of_heads_compile(fullgraph: bool) -> None:
+    """Symbolic numbers have no divmod."""
+
+    def attend(qkv: torch.Tensor, num_heads_q: int) -> torch.Tensor:
+        return flash_attn_qkvpacked_func(qkv, num_heads_q=num_heads_q)
+
+    compiled = torch.compile(attend, backend="aot_eager", dynamic=True, fullgraph=fullgraph)
+    for num_heads_q, heads_k in ((4, 2), (6, 3), (8, 1)):
+        qkv = torch.randn(1, 6, num_heads_q + 2 * heads_k, 16)
+        assert torch.equal(compiled(qkv, num_heads_q), attend(qkv, num_heads_q))

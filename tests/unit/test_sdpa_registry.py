@@ -223,6 +223,8 @@ def test_what_is_not_there_is_an_error() -> None:
         aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, True)
     with pytest.raises(RuntimeError, match="attn_mask must be None"):
         F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(9, 9, dtype=torch.bool))
+    with pytest.raises(RuntimeError, match="is_causal needs as many keys as queries"):
+        F.scaled_dot_product_attention(q[:, :, 1:], k, v, is_causal=True)
 
 
 def test_the_context_gives_everything_back() -> None:

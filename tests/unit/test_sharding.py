@@ -116,7 +116,26 @@ def calls_with_more_tensors() -> None:
 def calls_on_dtensors() -> None:
     dense_calls()
     calls_with_more_tensors()
+    calls_on_some_dtensors()
     compiled_calls()
+
+
+def calls_on_some_dtensors() -> None:
+    """A kernel would be given a DTensor's address, which is none."""
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    q, k, v = (x.detach() for x in dense())
+    sink, lengths = torch.zeros(q.shape[2]), torch.tensor([0, 3], dtype=torch.int32)
+    of_mesh = [distribute_tensor(x, mesh, [Replicate()]) for x in (k, v, sink, lengths)]
+    for name, call in {
+        "k": lambda: flash_attn_func(q, *of_mesh[:2]),
+        "v": lambda: flash_attn_func(q, k, of_mesh[1]),
+        "learnable_sink": lambda: flash_attn_func(q, k, v, learnable_sink=of_mesh[2]),
+        "cu_seqlens_k": lambda: flash_attn_varlen_func(q[0], k[0], v[0], lengths, of_mesh[3], 3, 3),
+    }.items():
+        with pytest.raises(TypeError, match=f"{name} is a DTensor, q is a Tensor"):
+            call()
+    with pytest.raises(NotImplementedError, match="score_mod and mask_mod"):
+        flash_attn_func(q, *of_mesh[:2], mask_mod=lambda b, h, i, j, _: i >= j)
 
 
 def compiled_calls() -> None:

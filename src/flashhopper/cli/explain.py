@@ -13,13 +13,16 @@ import torch
 from flashhopper.cli.warmup import positive
 from flashhopper.config import BackwardConfig, BackwardSpec, Features, ForwardConfig, KernelSpec
 from flashhopper.heuristics import (
+    BACKWARD_TABLE,
     BackwardRow,
     TileRow,
     features_of,
+    rows_of,
     select_backward_row,
     select_backward_spec,
     select_row,
     select_spec,
+    within,
 )
 from flashhopper.options import NO_WINDOW, AttentionOptions
 from flashhopper.problem import AttentionProblem, TensorFacts
@@ -41,11 +44,17 @@ class Choice(NamedTuple):
     num_tiles: int
     num_ctas: int
     smem_bytes: int
+    ctas_per_tile: int = 1
+
+    @property
+    def at_once(self) -> int:
+        """Tiles that can be worked on at the same time."""
+        return self.num_ctas // self.ctas_per_tile
 
     @property
     def waves(self) -> float:
-        """Tiles per CTA, on average."""
-        return self.num_tiles / self.num_ctas
+        """Tiles per CTA, or per pair of them, on average."""
+        return self.num_tiles / self.at_once
 
     @property
     def config(self) -> ForwardConfig | BackwardConfig:
@@ -54,12 +63,15 @@ class Choice(NamedTuple):
     @property
     def balance(self) -> str:
         """What the number of tiles is against the number of CTAs, one per SM."""
-        tiles = f"{self.num_tiles} tiles of {self.tile}"
-        if self.num_tiles <= self.num_ctas:
-            return f"{tiles}, fewer than SMs or as many: {self.num_ctas - self.num_tiles} of {self.num_ctas} are idle"
-        rounds = -(-self.num_tiles // self.num_ctas)
-        busy = 100 * self.num_tiles / (rounds * self.num_ctas)
-        return f"{tiles} on {self.num_ctas} SMs: {self.waves:.2f} each; tiles alike would keep them {busy:.0f} % busy"
+        tiles = f"{self.num_tiles} tile{'s' * (self.num_tiles != 1)} of {self.tile}"
+        places, each = ("SMs", "each") if self.ctas_per_tile == 1 else ("pairs of SMs", "a pair")
+        if self.num_tiles <= self.at_once:
+            idle = self.num_ctas - self.num_tiles * self.ctas_per_tile
+            return f"{tiles}, fewer than {places} or as many: {idle} of {self.num_ctas} SMs are idle"
+        rounds = -(-self.num_tiles // self.at_once)
+        busy = 100 * self.num_tiles / (rounds * self.at_once)
+        load = f"{self.waves:.2f} {each}; tiles alike would keep them {busy:.0f} % busy"
+        return f"{tiles} on {self.at_once} {places}: {load}"
 
 
 def explain(problem: AttentionProblem, num_sms: int, *, has_sink: bool = False) -> list[Choice]:
@@ -77,8 +89,9 @@ def explain(problem: AttentionProblem, num_sms: int, *, has_sink: bool = False) 
 
 def _explain_forward(problem: AttentionProblem, num_ctas: int, features: Features) -> Choice:
     row, spec = select_row(problem), select_spec(problem, features=features)
-    limit = f", keys up to {row.max_seqlen_k}" if row.max_seqlen_k is not None else ", any number of keys"
-    where = f"TILE_TABLE, {_dims(row)}, {'masked' if row.causal else 'no mask'}{limit}"
+    shorter = [one.max_seqlen_k for one in rows_of(row.causal) if _dims(one) == _dims(row)]
+    limits = _limits("keys", row.max_seqlen_k, shorter)
+    where = f"TILE_TABLE, {_dims(row)}, {'masked' if row.causal else 'no mask'}, {limits}"
     config = spec.config
     tiles = -(-problem.seqlen_q // config.tile_m) * problem.num_heads * problem.batch
     smem = config.smem_bytes(spec.head_dim, spec.head_dim_v)
@@ -87,15 +100,24 @@ def _explain_forward(problem: AttentionProblem, num_ctas: int, features: Feature
 
 
 def _explain_backward(problem: AttentionProblem, num_ctas: int, features: Features) -> Choice:
-    row, spec = select_backward_row(problem), select_backward_spec(problem, features=features)
+    row, spec = select_backward_row(problem), within(select_backward_spec(problem, features=features), num_ctas)
     masks = {None: "masked or not", True: "masked", False: "no mask"}
-    limit = f", queries up to {row.max_seqlen_q}" if row.max_seqlen_q is not None else ", any number of queries"
-    where = f"BACKWARD_TABLE, {_dims(row)}, {masks[row.causal]}{limit}"
+    alike = [one for one in BACKWARD_TABLE if _dims(one) == _dims(row) and one.causal == row.causal]
+    limits = _limits("queries", row.max_seqlen_q, [one.max_seqlen_q for one in alike])
+    where = f"BACKWARD_TABLE, {_dims(row)}, {masks[row.causal]}, {limits}"
     config = spec.config
-    tiles = -(-problem.seqlen_k // config.tile_n) * problem.num_heads_k * problem.batch
+    tiles = -(-problem.seqlen_k // config.keys_per_tile) * problem.num_heads_k * problem.batch
     smem = config.smem_bytes(spec.head_dim, spec.head_dim_v)
-    tile, changed = f"{config.tile_n} keys", _changed(row.config, config)
-    return Choice("backward", where, row.reason, spec, changed, tile, tiles, num_ctas, smem)
+    tile, changed = f"{config.keys_per_tile} keys", _changed(row.config, config)
+    return Choice("backward", where, row.reason, spec, changed, tile, tiles, num_ctas, smem, config.num_ctas)
+
+
+def _limits(rows: str, limit: int | None, of_rows_alike: list[int | None]) -> str:
+    """Which lengths a row serves: what the shorter ones of its dims and mask leave, up to its own limit."""
+    shorter = max((one for one in of_rows_alike if one is not None and (limit is None or one < limit)), default=None)
+    if limit is None:
+        return f"any number of {rows}" if shorter is None else f"{rows} over {shorter}"
+    return f"{rows} up to {limit}" if shorter is None else f"{rows} over {shorter} up to {limit}"
 
 
 def _dims(row: TileRow | BackwardRow) -> str:

@@ -105,7 +105,8 @@ def on_cpu() -> Iterator[None]:
     """The same for CPU tensors, through the reference: to test and to learn with, without a GPU.
 
     On CPU tensors ``scaled_dot_product_attention`` never calls the operators that this module implements; inside the
-    context it does. Keyword arguments that they lack, ``attn_mask`` and ``dropout_p``, are errors there.
+    context it does. Keyword arguments that they lack, ``attn_mask`` and ``dropout_p``, are errors there, and so is
+    ``is_causal`` with other than as many keys as queries, which PyTorch aligns top left.
     """
     handle = Handle("CPU")
     functional: Any = torch.nn.functional
@@ -123,6 +124,8 @@ def on_cpu() -> Iterator[None]:
     ) -> torch.Tensor:
         if attn_mask is not None:
             raise _unsupported("scaled_dot_product_attention", "attn_mask must be None")
+        if is_causal and query.size(-2) != key.size(-2):  # PyTorch aligns top left, and does not ask this backend
+            raise _unsupported("scaled_dot_product_attention", "is_causal needs as many keys as queries")
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         out: torch.Tensor = flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
         return out

@@ -7,7 +7,8 @@
 
 Two functions are registered. :func:`~flashhopper.integrations.transformers_mask.mask` is called once for each forward
 and kind of mask; it turns Transformers' description of a mask into one number per key. :func:`attention` is called by
-each layer; rows with padding become sequences of a ragged batch, so that nothing is computed for padding.
+each layer; rows with padding become sequences of a ragged batch, so that no key of padding is read and, in causal
+layers, nothing is computed for its queries.
 """
 
 from __future__ import annotations
