@@ -48,6 +48,9 @@ def compare(rank: int, port: int, seed: int) -> None:
             torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5)
             assert [x.shape[2] for x in share] == [32 // PROCESSES] * 4
     dist.destroy_process_group()
+    # A process that ends by itself is aborted now and then by a thread of torch's ("terminate called without an active
+    # exception"), when all is done: 5 of 12 times here.
+    os._exit(0)
 
 
 @pytest.mark.slow
