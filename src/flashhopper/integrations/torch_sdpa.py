@@ -124,7 +124,7 @@ def on_cpu() -> Iterator[None]:
     ) -> torch.Tensor:
         if attn_mask is not None:
             raise _unsupported("scaled_dot_product_attention", "attn_mask must be None")
-        if is_causal and query.size(-2) != key.size(-2):  # PyTorch aligns top left, and does not ask this backend
+        if is_causal and query.size(-2) != key.size(-2):  # PyTorch aligns that top left
             raise _unsupported("scaled_dot_product_attention", "is_causal needs as many keys as queries")
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         out: torch.Tensor = flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
